@@ -1,0 +1,77 @@
+"""First and second moments of named blocks of columns, accumulated batch by batch."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import torch
+
+
+class Moments:
+    """
+    Sums over rows that every least-squares question about the blocks can be answered from.
+
+    Memory depends on the widths of the blocks only. Products are taken in `dtype` on rows shifted by the first batch's
+    mean, so that no digits are lost to a large mean, and summed in float64.
+
+    Args:
+        pairs (`Iterable[tuple[Hashable, Hashable]]`):
+            Pairs of blocks whose products are summed. Within `(a, b)` the order does not matter.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
+            Of the products of one batch.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Hashable, Hashable]], dtype: torch.dtype = torch.float32):
+        self.pairs = list(dict.fromkeys(pairs))
+        self.dtype = dtype
+        self.count = 0
+        self._shift: dict[Hashable, torch.Tensor] = {}
+        self._sum: dict[Hashable, torch.Tensor] = {}
+        self._square: dict[Hashable, torch.Tensor] = {}
+        self._product: dict[tuple[Hashable, Hashable], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, rows: Mapping[Hashable, torch.Tensor]) -> None:
+        """
+        Args:
+            rows (`Mapping[Hashable, torch.Tensor]`):
+                For each block `[rows, width]`, the same rows in every block.
+        """
+        shifted = {}
+        for name, block in rows.items():
+            block = block.to(self.dtype)
+            if name not in self._shift:
+                self._shift[name] = block.mean(0)
+                self._sum[name] = torch.zeros(block.shape[1], dtype=torch.float64)
+                self._square[name] = torch.zeros(block.shape[1], dtype=torch.float64)
+            block = block - self._shift[name]
+            self._sum[name] += block.sum(0, dtype=torch.float64).cpu()
+            self._square[name] += block.square().sum(0, dtype=torch.float64).cpu()
+            shifted[name] = block
+        for pair in self.pairs:
+            product = (shifted[pair[0]].T @ shifted[pair[1]]).cpu()
+            if pair in self._product:
+                self._product[pair] += product
+            else:
+                self._product[pair] = product.double()
+        self.count += len(next(iter(rows.values())))
+
+    def width(self, blocks: Sequence[Hashable]) -> int:
+        """Number of columns of the blocks."""
+        return sum(len(self._sum[name]) for name in blocks)
+
+    def mean(self, blocks: Sequence[Hashable]) -> torch.Tensor:
+        """Mean of the blocks' columns, `[width]`."""
+        return torch.cat([self._sum[name] / self.count + self._shift[name].double().cpu() for name in blocks])
+
+    def variance(self, blocks: Sequence[Hashable]) -> torch.Tensor:
+        """Variance of the blocks' columns, `[width]`."""
+        return torch.cat(
+            [self._square[name] / self.count - (self._sum[name] / self.count).square() for name in blocks]
+        ).clamp(min=0)
+
+    def covariance(self, first: Sequence[Hashable], second: Sequence[Hashable]) -> torch.Tensor:
+        """Covariance of two lists of blocks, `[width of first, width of second]`."""
+        return torch.cat([torch.cat([self._covariance(a, b) for b in second], dim=1) for a in first])
+
+    def _covariance(self, a: Hashable, b: Hashable) -> torch.Tensor:
+        product = self._product[a, b] if (a, b) in self._product else self._product[b, a].T
+        return product / self.count - torch.outer(self._sum[a], self._sum[b]) / self.count**2

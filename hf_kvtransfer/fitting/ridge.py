@@ -1,0 +1,110 @@
+"""Ridge regression from moments: the strength chosen, and the error measured, on held-out rows."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+
+# Relative to the mean eigenvalue of the standardised features' covariance, which is 1.
+RIDGE_STRENGTHS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """
+    Mean and covariance of features and targets.
+
+    Args:
+        mean_x (`torch.Tensor`), mean_y (`torch.Tensor`):
+            `[features]` and `[targets]`, float64.
+        cov_xx (`torch.Tensor`), cov_xy (`torch.Tensor`):
+            `[features, features]` and `[features, targets]`.
+        var_y (`torch.Tensor`):
+            `[targets]`.
+    """
+
+    mean_x: torch.Tensor
+    mean_y: torch.Tensor
+    cov_xx: torch.Tensor
+    cov_xy: torch.Tensor
+    var_y: torch.Tensor
+
+    def explained_variance(self, weight: torch.Tensor, bias: torch.Tensor, columns: slice) -> float:
+        """
+        Share of the targets' variance that an affine map explains on these rows, over a range of columns.
+
+        Args:
+            weight (`torch.Tensor`), bias (`torch.Tensor`):
+                `[features, columns]` and `[columns]`.
+            columns (`slice`):
+                The targets that the map predicts.
+        """
+        offset = self.mean_y[columns] - self.mean_x @ weight - bias
+        residual = (
+            self.var_y[columns]
+            - 2 * (weight * self.cov_xy[:, columns]).sum(0)
+            + (weight * (self.cov_xx @ weight)).sum(0)
+            + offset.square()
+        )
+        return 1 - (residual.sum() / self.var_y[columns].sum().clamp(min=torch.finfo(torch.float64).tiny)).item()
+
+
+@dataclasses.dataclass(frozen=True)
+class RidgeFit:
+    """
+    An affine map for each group of target columns, side by side.
+
+    Args:
+        weight (`torch.Tensor`), bias (`torch.Tensor`):
+            `[features, targets]` and `[targets]`, float64.
+        strengths (`list[float]`), explained_variance (`list[float]`):
+            For each group the strength chosen, and the share of variance explained on held-out rows.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    strengths: list[float]
+    explained_variance: list[float]
+
+
+def fit_ridge(
+    train: Gaussian, held_out: Gaussian, groups: Sequence[slice], strengths: Sequence[float] = RIDGE_STRENGTHS
+) -> RidgeFit:
+    """
+    Least squares with a penalty on the weights of standardised features, `W = (X'X + s I)^-1 X'Y`.
+
+    Args:
+        train (`Gaussian`):
+            Moments that the weights are solved from.
+        held_out (`Gaussian`):
+            Moments that choose the strength.
+        groups (`Sequence[slice]`):
+            Ranges of target columns, one after another, that each get a strength of their own.
+        strengths (`Sequence[float]`, *optional*):
+            Candidates.
+
+    Raises:
+        `torch.linalg.LinAlgError`: no strength makes the features' covariance positive definite.
+    """
+    scale = train.cov_xx.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a constant feature gets no weight, and no error
+    correlation = train.cov_xx / scale / scale[:, None]
+    best: list[tuple[float, float, torch.Tensor, torch.Tensor] | None] = [None] * len(groups)
+    for strength in strengths:
+        penalised = correlation.clone()
+        penalised.diagonal().add_(strength)
+        factor, failed = torch.linalg.cholesky_ex(penalised)
+        if failed:
+            continue
+        solution = torch.cholesky_solve(train.cov_xy / scale[:, None], factor) / scale[:, None]
+        for i, columns in enumerate(groups):
+            weight = solution[:, columns]
+            bias = train.mean_y[columns] - train.mean_x @ weight
+            explained = held_out.explained_variance(weight, bias, columns)
+            if best[i] is None or explained > best[i][0]:
+                best[i] = explained, strength, weight, bias
+    if None in best:
+        raise torch.linalg.LinAlgError("The features' covariance is not positive definite at any ridge strength.")
+    explained, chosen, weights, biases = zip(*best, strict=True)
+    return RidgeFit(torch.cat(weights, 1), torch.cat(biases), list(chosen), list(explained))

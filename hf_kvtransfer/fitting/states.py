@@ -1,0 +1,143 @@
+"""Calibration text read by both models: rows of features and of what they should become."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..alignment import align_tokens, encode_with_spans
+from ..compat import input_device
+from ..errors import CalibrationError
+from ..source import SourceKV, pad_rows
+
+
+# Batches are filled with texts of similar length out of this many batches, so that little is computed for padding.
+SORTING_WINDOW = 16
+
+TOKENS = "tokens"
+
+
+class PairedStates:
+    """
+    Reads text with both models and lines up their states, token by token.
+
+    Blocks of rows are named `("source", layer_idx)`, `("target", layer_idx)` and `"tokens"`, the target's embeddings.
+
+    Args:
+        source (`PreTrainedModel`), target (`PreTrainedModel`):
+            The two models.
+        source_tokenizer (`PreTrainedTokenizerBase`, *optional*), target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Their tokenizers, both `None` for texts that are token ids.
+        token_features (`bool`):
+            Whether to give `"tokens"`.
+        sink_tokens (`int`):
+            First target tokens of each text that are left out.
+        max_length (`int`):
+            Target tokens to which texts are cut.
+    """
+
+    def __init__(
+        self,
+        source: PreTrainedModel,
+        target: PreTrainedModel,
+        source_tokenizer: PreTrainedTokenizerBase | None,
+        target_tokenizer: PreTrainedTokenizerBase | None,
+        token_features: bool,
+        sink_tokens: int,
+        max_length: int,
+    ):
+        self.source, self.target = source, target
+        self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
+        self.token_features, self.sink_tokens, self.max_length = token_features, sink_tokens, max_length
+
+    def batches(self, texts: Iterable, batch_size: int, held_out_every: int) -> Iterator[tuple[bool, list]]:
+        """
+        Texts cut to `max_length`, in batches of similar length that are held out as a whole or not at all.
+
+        Args:
+            texts (`Iterable`):
+                Strings or token ids. Those too short to leave a row are dropped.
+            batch_size (`int`):
+                Texts in a batch.
+            held_out_every (`int`):
+                Each how-manieth text is held out.
+
+        Yields:
+            `tuple[bool, list]`: Whether the batch is held out, and its texts.
+        """
+        windows: dict[bool, list] = {False: [], True: []}
+        for number, text in enumerate(texts, start=1):
+            cut, length = self.cut(text)
+            window = windows[number % held_out_every == 0]
+            if length > self.sink_tokens:
+                window.append((length, cut))
+            if len(window) == SORTING_WINDOW * batch_size:
+                yield from self._sorted_batches(windows, batch_size)
+        yield from self._sorted_batches(windows, batch_size)
+
+    @staticmethod
+    def _sorted_batches(windows: dict[bool, list], batch_size: int) -> Iterator[tuple[bool, list]]:
+        for held_out, window in windows.items():
+            ordered = [text for _, text in sorted(window, key=lambda item: item[0])]
+            for start in range(0, len(ordered), batch_size):
+                yield held_out, ordered[start : start + batch_size]
+            window.clear()
+
+    def cut(self, text: str | Sequence[int] | torch.Tensor) -> tuple[str | torch.Tensor, int]:
+        """A text cut to `max_length` target tokens, and how many it then has."""
+        if self.target_tokenizer is None:
+            if isinstance(text, str):
+                raise CalibrationError("`texts` are strings: pass `source_tokenizer` (and `target_tokenizer`).")
+            ids = torch.as_tensor(text)[: self.max_length]
+            return ids, len(ids)
+        if not isinstance(text, str):
+            raise CalibrationError(
+                f"`texts` must be strings when there are tokenizers, got an item of type {type(text).__name__}."
+            )
+        ids, spans = encode_with_spans(self.target_tokenizer, text)
+        if len(ids) > self.max_length:
+            return text[: spans[self.max_length - 1][1]], self.max_length
+        return text, len(ids)
+
+    def read(self, batch: list) -> dict:
+        """
+        Args:
+            batch (`list`):
+                As [`PairedStates.batches`] gives them.
+
+        Returns:
+            `dict`: For each block `[rows, width]`, one row for each target token after the sinks behind which a source
+            token stands, in the models' dtypes.
+        """
+        if self.target_tokenizer is None:
+            ids, mask = pad_rows(batch)
+            source = SourceKV.prefill(self.source, None, ids, attention_mask=mask)
+            target = SourceKV.prefill(self.target, None, ids, attention_mask=mask)
+        else:
+            source = SourceKV.prefill(self.source, self.source_tokenizer, batch)
+            target = SourceKV.prefill(self.target, self.target_tokenizer, batch)
+        rows, source_columns, target_columns = [], [], []
+        for row in range(len(batch)):
+            first_source, first_target = ((len(kv) - kv.attention_mask[row].sum()).item() for kv in (source, target))
+            kept = torch.arange(self.sink_tokens, len(target) - first_target)
+            index = kept
+            if self.target_tokenizer is not None:
+                alignment = align_tokens(
+                    source.text[row], source.row_spans(row), target.text[row], target.row_spans(row)
+                )
+                kept = kept[alignment.aligned[self.sink_tokens :]]
+                index = alignment.source_index[kept]
+            rows.append(torch.full_like(kept, row))
+            source_columns.append(index + first_source)
+            target_columns.append(kept + first_target)
+        row, source_column, target_column = (torch.cat(parts) for parts in (rows, source_columns, target_columns))
+        blocks: dict = {}
+        for side, kv, column in (("source", source, source_column), ("target", target, target_column)):
+            for layer_idx, states in enumerate(kv.features):
+                if states is not None:
+                    blocks[side, layer_idx] = states[row.to(states.device), column.to(states.device)]
+        if self.token_features:
+            with torch.no_grad():
+                token_ids = target.input_ids[row, target_column].to(input_device(self.target))
+                blocks[TOKENS] = self.target.get_input_embeddings()(token_ids)
+        return blocks

@@ -1,0 +1,152 @@
+"""The artifact: a config and one layer map for each target layer."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .errors import MapperFormatError
+from .geometry import KVGeometry
+from .maps import build_layer_map
+
+
+FORMAT_VERSION = 1
+
+
+class KVMapperConfig(PreTrainedConfig):
+    """
+    What a mapper was fitted for, and how it is built.
+
+    Args:
+        source (`dict`), target (`dict`):
+            For each side `name`, `geometry` (see [`KVGeometry`]) and `tokenizer` (a fingerprint, `None` if the mapper
+            was fitted on token ids alone).
+        layers (`list[dict | None]`):
+            For each target layer the `kind` of its map and the `source_layers` it reads, `None` for a layer that
+            caches nothing of its own.
+        token_features (`int`, *optional*, defaults to 0):
+            Width of the target's token embedding if the maps read it, else 0.
+        sink_tokens (`int`, *optional*, defaults to 4):
+            First tokens of a context, left out of the fit and read by the target itself.
+        fit (`dict`, *optional*):
+            How the mapper was fitted: data, number of tokens, ridge strengths, held-out explained variance.
+        format_version (`int`, *optional*, defaults to 1):
+            Version of this layout.
+    """
+
+    model_type = "kv_mapper"
+
+    source: dict | None = None
+    target: dict | None = None
+    layers: list | None = None
+    token_features: int = 0
+    sink_tokens: int = 4
+    fit: dict | None = None
+    format_version: int = FORMAT_VERSION
+
+    def validate_layout(self) -> tuple[KVGeometry, KVGeometry]:
+        """
+        Check that the config describes a mapper that this version can build.
+
+        Returns:
+            `tuple[KVGeometry, KVGeometry]`: Geometry of the source and of the target.
+
+        Raises:
+            `MapperFormatError`: a field is missing, of the wrong type or of an unknown format version.
+        """
+        if self.format_version != FORMAT_VERSION:
+            raise MapperFormatError(
+                f"The mapper's `format_version` is {self.format_version!r}, this version of hf-kvtransfer reads "
+                f"{FORMAT_VERSION}. Update hf-kvtransfer or use another revision of the mapper."
+            )
+        try:
+            source, target = (KVGeometry.from_dict(side["geometry"]) for side in (self.source, self.target))
+            consistent = len(self.layers) == len(target.layers) and all(
+                (spec is None) == (layer is None) for spec, layer in zip(self.layers, target.layers, strict=True)
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise MapperFormatError(f"The mapper's config.json is incomplete or damaged: {error!r}.") from error
+        if not consistent:
+            raise MapperFormatError(
+                f"The mapper's config lists {len(self.layers)} layer maps for a target of {target.describe()}."
+            )
+        return source, target
+
+
+class KVMapper(PreTrainedModel):
+    """
+    Maps a source model's position-free keys and values to a target model's, one target layer at a time.
+
+    Save, load and share it as any transformers model: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+    """
+
+    config_class = KVMapperConfig
+    base_model_prefix = "mapper"
+    main_input_name = "source_features"
+
+    def __init__(self, config: KVMapperConfig):
+        super().__init__(config)
+        self.source_geometry, self.target_geometry = config.validate_layout()
+        self.layers = nn.ModuleList(
+            build_layer_map(spec, i, self.source_geometry, self.target_geometry, config.token_features)
+            if spec is not None
+            else nn.Identity()
+            for i, spec in enumerate(config.layers)
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module):
+        """Layer maps start at zero; a mapper is fitted or loaded, never used as initialised."""
+
+    @property
+    def name(self) -> str:
+        """Where the mapper came from, for messages."""
+        return self.config._name_or_path or f"{self.config.source['name']} -> {self.config.target['name']}"
+
+    def check_finite(self) -> "KVMapper":
+        """Raise [`MapperFormatError`] if a weight is NaN or infinite, else return the mapper."""
+        for key, tensor in self.state_dict().items():
+            if not torch.isfinite(tensor).all():
+                raise MapperFormatError(
+                    f"Tensor {key!r} of mapper {self.name} holds NaN or Inf: the artifact is damaged, or the fit "
+                    "overflowed. Download it or fit it again."
+                )
+        return self
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *model_args, **kwargs) -> "KVMapper":
+        """
+        Load a mapper from a folder or the Hub.
+
+        Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`], `revision`, `subfolder`, `token` and
+        `dtype` among them.
+
+        Raises:
+            `MapperFormatError`: a file or a tensor is missing, left over, of the wrong shape, NaN or Inf, or the
+                format is unknown. transformers itself would fill what is missing with fresh weights.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        # Only safetensors: an artifact is data, nothing in it is unpickled.
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        try:
+            mapper, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        except OSError as error:
+            raise MapperFormatError(
+                f"No mapper can be loaded from {str(pretrained_model_name_or_path)!r}: {error} "
+                "A mapper is a folder or Hub repository with config.json and model.safetensors."
+            ) from error
+        problems = {
+            "missing": sorted(info["missing_keys"]),
+            "unknown": sorted(info["unexpected_keys"]),
+            "of another shape than config.json says": sorted(str(key) for key, *_ in info["mismatched_keys"]),
+            "unreadable": list(info["error_msgs"]),
+        }
+        if any(problems.values()):
+            found = "; ".join(f"{what}: {', '.join(keys[:4])}" for what, keys in problems.items() if keys)
+            raise MapperFormatError(
+                f"The tensors of mapper {str(pretrained_model_name_or_path)!r} do not fit its config ({found}). "
+                "Its files are of different versions or damaged: download it or fit it again."
+            )
+        mapper.check_finite()
+        return (mapper, info) if wants_info else mapper

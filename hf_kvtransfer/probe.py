@@ -1,0 +1,386 @@
+"""One tiny forward of a live model that learns what each of its layers caches. Internal.
+
+No table of architectures and no module names: whatever module is running when `cache.update` is called is that layer's
+attention, what it was called with is what the architecture really passes, and whichever parameter-less module turned
+integer positions into one of those arguments is its rotary embedding.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from .errors import UnsupportedModelError
+
+
+NUM_PROBE_TOKENS = 8
+# Above 0, where a rotation is the identity. Low, to stay within the original length of length-dependent embeddings.
+FIRST_PROBE_POSITION = 5
+
+# By name: `DummyLayer` exists only since transformers 5.23.
+_TOKEN_BY_TOKEN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryCall:
+    """One call of a model's rotary module, to be repeated at any positions.
+
+    Args:
+        module (`torch.nn.Module`):
+            The rotary module of the model itself.
+        arguments (`inspect.BoundArguments`):
+            What the model called it with. Floating point tensors are shrunk to one element: rotary modules read only
+            their device and dtype.
+        position_name (`str`):
+            The argument that held the position ids.
+    """
+
+    module: nn.Module
+    arguments: inspect.BoundArguments
+    position_name: str
+
+    @property
+    def layer_type(self) -> str | None:
+        """The layer type the module was asked for, or `None` if it has one kind of frequencies only."""
+        return self.arguments.arguments.get("layer_type")
+
+    @torch.no_grad()
+    def __call__(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            position_ids (`torch.Tensor` of shape `[batch, tokens]`):
+                The positions.
+
+        Returns:
+            `tuple(torch.Tensor)`: cos and sin, `[batch, tokens, width]`, of the width and dtype that the module gives.
+        """
+        recorded = self.arguments.arguments[self.position_name]
+        # M-RoPE is given one row of positions for each of time, height and width: text has the same in all of them.
+        position_ids = position_ids.to(recorded.device).expand(*recorded.shape[:-2], *position_ids.shape)
+        arguments = self.arguments.arguments | {self.position_name: position_ids}
+        bound = inspect.BoundArguments(self.arguments.signature, arguments)
+        return cos_and_sin(self.module(*bound.args, **bound.kwargs))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProbe:
+    """What one layer gave to its cache. Tensors are on the CPU, `[1, heads, tokens, head_dim]`.
+
+    Args:
+        key_states (`torch.Tensor`):
+            The keys as cached.
+        value_states (`torch.Tensor`):
+            The values as cached.
+        unrotated_key_states (`torch.Tensor`):
+            The same keys with the rotary embedding replaced by the identity.
+        unrotated_value_states (`torch.Tensor`):
+            The same values with the rotary embedding replaced by the identity.
+        position_embeddings (`tuple(torch.Tensor)`, *optional*):
+            cos and sin as the attention received them. `None` if it received none.
+        rotary_call (`RotaryCall`, *optional*):
+            The call that made `position_embeddings`.
+        depends_on_position_ids (`bool`):
+            Whether the keys follow position ids given to the attention itself, which then hides its rotary embedding.
+    """
+
+    key_states: torch.Tensor
+    value_states: torch.Tensor
+    unrotated_key_states: torch.Tensor
+    unrotated_value_states: torch.Tensor
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    rotary_call: RotaryCall | None
+    depends_on_position_ids: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """What a model caches, layer by layer.
+
+    Args:
+        model_class (`str`):
+            For error messages.
+        layers (`tuple`):
+            One [`LayerProbe`] for each layer of the cache, `None` where the layer caches nothing of its own.
+        sliding_windows (`tuple`):
+            The window of each layer of the cache in tokens, `None` where it keeps all of them.
+    """
+
+    model_class: str
+    layers: tuple[LayerProbe | None, ...]
+    sliding_windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    module: nn.Module
+    args: tuple
+    kwargs: dict
+    output: Any = None
+
+    @cached_property
+    def rotary_call(self) -> RotaryCall:
+        """This call, kept without its activations."""
+        bound = self.bind()
+        for name, value in bound.arguments.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                bound.arguments[name] = torch.empty([1] * value.ndim, dtype=value.dtype, device=value.device)
+        assert self.position_name is not None
+        return RotaryCall(self.module, bound, self.position_name)
+
+    @property
+    def position_name(self) -> str | None:
+        arguments = self.bind().arguments
+        return next((name for name, value in arguments.items() if _is_position_ids(value)), None)
+
+    def bind(self) -> inspect.BoundArguments:
+        return inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
+
+    def repeat(self, replace: Callable[[Any], Any]) -> None:
+        self.module(*(replace(v) for v in self.args), **{k: replace(v) for k, v in self.kwargs.items()})
+
+
+class _RecordingCache(DynamicCache):
+    """A cache that tells what it is given."""
+
+    def __init__(self, config, on_update: Callable | None = None):
+        super().__init__(config=config)
+        self.on_update = on_update
+        self.updates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        # Copies: an attention may well go on to write into what it gave away.
+        self.updates[layer_idx] = (key_states.to("cpu", copy=True), value_states.to("cpu", copy=True))
+        if self.on_update is not None:
+            self.on_update(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+_PROBES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def probe_model(model: PreTrainedModel) -> Probe:
+    """Runs 8 tokens through a model, once in its life, and keeps what its layers gave to the cache.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            A causal language model. It may be spread over devices by `accelerate`, quantised, or wrapped by PEFT.
+
+    Returns:
+        [`Probe`]: what each layer caches.
+
+    Raises:
+        [`UnsupportedModelError`]: if a layer keeps a state that is not keys and values token by token.
+    """
+    # The model inside a PEFT wrapper is the one with the adapter's layers in it, and has the signature to look at.
+    get_base_model = getattr(model, "get_base_model", None)
+    model = model if get_base_model is None else get_base_model()
+    dtype, probe = _PROBES.get(model, (None, None))
+    # Casting a model afterwards changes the rounding of its cos and sin.
+    if probe is None or dtype != model.dtype:
+        probe = _probe(model)
+        _PROBES[model] = (model.dtype, probe)
+    return probe
+
+
+def cos_and_sin(position_embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits what a rotary module returns, a pair or one complex tensor, into cos and sin `[batch, tokens, width]`."""
+    if isinstance(position_embeddings, torch.Tensor):
+        position_embeddings = (position_embeddings.real, position_embeddings.imag)
+    # Some M-RoPE modules leave time, height and width apart; for text they are the same.
+    cos, sin = (t[0] if t.ndim == 4 else t for t in position_embeddings)
+    return cos, sin
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> Probe:
+    model_class = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{model_class} is an encoder-decoder: only decoder-only models are supported.")
+
+    stack: list[_Call] = []
+    attention_calls: dict[int, _Call] = {}
+    rotary_candidates: list[_Call] = []
+
+    def enter(module, args, kwargs):
+        stack.append(_Call(module, args, kwargs))
+
+    def leave(module, args, kwargs, output):
+        stack.pop()
+        call = _Call(module, args, kwargs, output)
+        if next(module.parameters(), None) is None and call.position_name is not None:
+            rotary_candidates.append(call)
+
+    def on_update(layer_idx):
+        attention_calls[layer_idx] = stack[-1]
+
+    cache = _RecordingCache(model.config, on_update)
+    _check_cache_layers(cache, model_class)
+    sliding_windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
+
+    with _eval_mode(model):
+        hooks = []
+        try:
+            for module in model.modules():
+                hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+            model(**_inputs(model, cache))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+        replay = _RecordingCache(model.config)
+        layers: list[LayerProbe | None] = [None] * len(cache.layers)
+        for layer_idx, call in attention_calls.items():
+            layers[layer_idx] = _probe_layer(layer_idx, call, cache, replay, rotary_candidates, model_class)
+    return Probe(model_class, tuple(layers), sliding_windows)
+
+
+def _probe_layer(
+    layer_idx: int,
+    call: _Call,
+    cache: _RecordingCache,
+    replay: _RecordingCache,
+    rotary_candidates: list[_Call],
+    model_class: str,
+) -> LayerProbe:
+    key_states, value_states = cache.updates[layer_idx]
+    if key_states.ndim != 4 or value_states.ndim != 4:
+        raise UnsupportedModelError(
+            f"Layer {layer_idx} of {model_class} caches keys of shape {list(key_states.shape)} and values of shape "
+            f"{list(value_states.shape)}, not [batch, heads, tokens, head_dim]. Re-prefill this model."
+        )
+
+    arguments = list(call.args) + list(call.kwargs.values())
+    embeddings, rotary = _match(call.bind().arguments.get("position_embeddings"), arguments, rotary_candidates)
+    if embeddings is not None and rotary is None:
+        raise UnsupportedModelError(
+            f"Layer {layer_idx} of {model_class} receives position embeddings, but no module without parameters made "
+            "them from position ids, so they cannot be computed at other positions. Re-prefill this model."
+        )
+
+    # The attention runs to its end: an exception from `update` would leave the weights of an offloaded layer loaded.
+    if embeddings is not None:
+        identity = _identity(embeddings)
+
+        def replace(value):
+            return replay if value is cache else identity if value is embeddings else value
+    else:
+
+        def replace(value):
+            return replay if value is cache else value + 3 if _is_position_ids(value) else value
+
+    call.repeat(replace)
+    other_key_states, other_value_states = replay.updates[layer_idx]
+    if embeddings is None:
+        moved = not torch.allclose(key_states.float(), other_key_states.float(), rtol=0, atol=1e-6)
+        return LayerProbe(key_states, value_states, key_states, value_states, None, None, moved)
+
+    assert rotary is not None
+    cos, sin = cos_and_sin(embeddings)
+    return LayerProbe(
+        key_states=key_states,
+        value_states=value_states,
+        unrotated_key_states=other_key_states,
+        unrotated_value_states=other_value_states,
+        position_embeddings=(cos.cpu(), sin.cpu()),
+        rotary_call=rotary.rotary_call,
+        depends_on_position_ids=False,
+    )
+
+
+def _check_cache_layers(cache: DynamicCache, model_class: str) -> None:
+    for layer_idx, layer in enumerate(cache.layers):
+        name = type(layer).__name__
+        if name not in _TOKEN_BY_TOKEN_LAYERS:
+            raise UnsupportedModelError(
+                f"Layer {layer_idx} of {model_class} caches a {name}: a recurrent or compressed state, which does not "
+                "hold keys and values token by token and cannot be translated. Re-prefill this model."
+            )
+
+
+def _inputs(model: PreTrainedModel, cache: DynamicCache) -> dict[str, Any]:
+    embeddings: Any = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type == "meta":
+        # Offloaded: at rest the weights are nowhere, so only accelerate's hook knows where the layer runs.
+        hook = getattr(embeddings, "_hf_hook", None)
+        devices = [getattr(h, "execution_device", None) for h in getattr(hook, "hooks", [hook])]
+        device = next((d for d in devices if d is not None), model.device)
+
+    parameters = inspect.signature(model.forward).parameters
+    token_ids = torch.arange(NUM_PROBE_TOKENS, device=device) % embeddings.weight.shape[0]
+    position_ids = torch.arange(FIRST_PROBE_POSITION, FIRST_PROBE_POSITION + NUM_PROBE_TOKENS, device=device)
+    inputs = {"input_ids": token_ids[None], "use_cache": True}
+    # transformers 5.24 renamed `past_key_values` to `cache`.
+    inputs["cache" if "cache" in parameters else "past_key_values"] = cache
+    if "position_ids" in parameters:
+        inputs["position_ids"] = position_ids[None]
+    if "logits_to_keep" in parameters:
+        inputs["logits_to_keep"] = 1
+    return inputs
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    # Dropout would make two calls of one attention differ.
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _is_position_ids(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim >= 2
+        and value.dtype in (torch.int64, torch.int32)
+        and value.shape[-1] == NUM_PROBE_TOKENS
+    )
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and value and all(isinstance(v, torch.Tensor) for v in value):
+        return tuple(value)
+    return ()
+
+
+def _match(named: Any, arguments: list[Any], candidates: list[_Call]) -> tuple[Any, _Call | None]:
+    """Finds the argument that is an embedding of positions, and the call that made it."""
+    for argument in arguments:
+        tensors = _tensors(argument)
+        for call in candidates:
+            if tensors and _same(tensors, _tensors(call.output), lambda a, b: a is b):
+                return argument, call
+    # accelerate gives a layer on another device a copy. By value also when called by no name that is known here.
+    for argument in [named] if named is not None else arguments:
+        tensors = _tensors(argument)
+        for call in candidates:
+            if tensors and _same(tensors, _tensors(call.output), lambda a, b: torch.equal(a.cpu(), b.cpu())):
+                return argument, call
+    return named, None
+
+
+def _same(first: tuple, second: tuple, equal: Callable) -> bool:
+    return len(first) == len(second) and all(
+        a.shape == b.shape and a.dtype == b.dtype and equal(a, b) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _identity(embeddings: Any) -> Any:
+    if isinstance(embeddings, torch.Tensor):
+        return torch.ones_like(embeddings)
+    cos, sin = embeddings
+    return torch.ones_like(cos), torch.zeros_like(sin)

@@ -1,0 +1,370 @@
+"""Remove and apply rotary embeddings through the model's own rotary module, never through a copy of its formula."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedModelError
+from .probe import LayerProbe, Probe, RotaryCall, probe_model
+
+
+# How a module's cos and sin columns stand for frequencies: cat(f, f), repeat_interleave(f, 2), f.
+_Columns = Literal["halves", "pairs", "single"]
+
+# Scalars of keys that are rotated at a time on a CPU.
+_CPU_BLOCK = 2**19
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """How one layer rotates its keys.
+
+    Args:
+        layout (`str`):
+            `"none"`, `"half"` (channel i turns with channel i + rotary_dim / 2) or `"interleaved"` (2i with 2i + 1).
+        offset (`int`):
+            The first rotated channel of a head.
+        rotary_dim (`int`):
+            The number of rotated channels of a head.
+        columns (`str`):
+            How cos and sin of the model's rotary module are laid out.
+        call_idx (`int`, *optional*):
+            Which of the model's rotary calls makes its cos and sin. `None` if it does not rotate.
+    """
+
+    layout: Literal["none", "half", "interleaved"]
+    offset: int = 0
+    rotary_dim: int = 0
+    columns: _Columns = "halves"
+    call_idx: int | None = None
+
+
+_ROTARIES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class Rotary:
+    """The rotary embedding of a model, at any positions. Made by [`~Rotary.from_model`].
+
+    Args:
+        model_class (`str`):
+            For error messages.
+        layers (`tuple`):
+            One [`LayerRotary`] for each layer of the cache, `None` where the layer caches nothing of its own.
+        calls (`tuple`):
+            The distinct calls of the model's rotary module, one for most models, one for each layer type for some.
+    """
+
+    def __init__(self, model_class: str, layers: tuple[LayerRotary | None, ...], calls: tuple[RotaryCall, ...]):
+        self.model_class = model_class
+        self.layers = layers
+        self.calls = calls
+        self._limits = [limit for limit in map(_length_limit, calls) if limit is not None]
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> "Rotary":
+        """Finds out how each layer rotates its keys, and checks it on keys that the model itself has made.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                A live model. The first time, it runs on 8 tokens.
+
+        Returns:
+            [`Rotary`]: its rotary embedding.
+
+        Raises:
+            [`UnsupportedModelError`]: if the rotary embedding of a layer cannot be removed and applied again.
+        """
+        probe = probe_model(model)
+        if probe not in _ROTARIES:
+            _ROTARIES[probe] = cls._from_probe(probe)
+        return _ROTARIES[probe]
+
+    @classmethod
+    def _from_probe(cls, probe: Probe) -> "Rotary":
+        calls: list[RotaryCall] = []
+        layers: list[LayerRotary | None] = []
+        for layer_idx, layer in enumerate(probe.layers):
+            if layer is None:
+                layers.append(None)
+                continue
+            call_idx = None
+            if layer.rotary_call is not None:
+                # Layers of one type were given one and the same call, so its table is computed once for them all.
+                if layer.rotary_call not in calls:
+                    calls.append(layer.rotary_call)
+                call_idx = calls.index(layer.rotary_call)
+            layers.append(_detect(layer, layer_idx, call_idx, layers, probe.model_class))
+        return cls(probe.model_class, tuple(layers), tuple(calls))
+
+    def at(self, position_ids: torch.Tensor) -> "RotaryTables":
+        """
+        Args:
+            position_ids (`torch.Tensor` of shape `[batch, tokens]`):
+                The positions. A batch of 1 serves keys of any batch size.
+
+        Returns:
+            [`RotaryTables`]: the rotary embedding at these positions. Nothing is computed until it is used.
+
+        Raises:
+            [`UnsupportedModelError`]: as [`~Rotary.check_length`].
+        """
+        if position_ids.ndim != 2:
+            raise ValueError(f"`position_ids` must be [batch, tokens], not of shape {list(position_ids.shape)}.")
+        # Only models with a limit pay for reading the positions back from their device.
+        if self._limits and position_ids.numel() > 0:
+            self.check_length(int(position_ids.max()) + 1)
+        return RotaryTables(self, position_ids)
+
+    def check_length(self, num_positions: int) -> None:
+        """Refuses lengths at which the embedding of a token depends on how many tokens the call was made with.
+
+        Args:
+            num_positions (`int`):
+                The highest position plus one.
+
+        Raises:
+            [`UnsupportedModelError`]: for `dynamic` and `longrope` embeddings beyond their original length.
+        """
+        for rope_type, original_length in self._limits:
+            if num_positions > original_length:
+                raise UnsupportedModelError(
+                    f"{self.model_class} has a `{rope_type}` rotary embedding, which beyond its original "
+                    f"{original_length} positions depends on the length of each call: keys cached by different calls "
+                    f"do not fit together, and {num_positions} positions are asked for. Re-prefill, or stay within "
+                    f"{original_length} positions."
+                )
+
+
+class RotaryTables:
+    """The rotary embedding of a model at given positions. Made by [`~Rotary.at`].
+
+    Arithmetic is in float32, with cos and sin rounded to the model's dtype, as the model itself rounds them.
+
+    Args:
+        rotary ([`Rotary`]):
+            The rotary embedding.
+        position_ids (`torch.Tensor` of shape `[batch, tokens]`):
+            The positions.
+    """
+
+    def __init__(self, rotary: Rotary, position_ids: torch.Tensor):
+        self.rotary = rotary
+        self.position_ids = position_ids
+        self._tables: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def remove(self, key_states: torch.Tensor, layer_idx: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Turns keys as cached into keys without a position.
+
+        Args:
+            key_states (`torch.Tensor` of shape `[batch, heads, tokens, head_dim]`):
+                Keys as the model caches them at these positions, of any strides.
+            layer_idx (`int`):
+                The layer that they are of.
+            out (`torch.Tensor`, *optional*):
+                Where to write the result, of the same shape and of any dtype and strides. May be `key_states`.
+
+        Returns:
+            `torch.Tensor`: `out` if given, `key_states` itself if the layer does not rotate, or else a new tensor.
+
+        Raises:
+            `ValueError`: if the layer caches nothing of its own, or the number of tokens is another.
+        """
+        return self._rotate(key_states, layer_idx, 0, None, out, inverse=True)
+
+    @torch.no_grad()
+    def apply(
+        self,
+        key_states: torch.Tensor,
+        layer_idx: int,
+        start: int = 0,
+        stop: int | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Turns keys without a position into keys as the model would cache them.
+
+        Args:
+            key_states (`torch.Tensor` of shape `[batch, heads, tokens, head_dim]`):
+                Keys without rotary embedding, of any strides.
+            layer_idx (`int`):
+                The layer that they are of.
+            start (`int`, *optional*, defaults to 0):
+                The index in `position_ids` of the first token.
+            stop (`int`, *optional*):
+                The index in `position_ids` after the last token. Defaults to all.
+            out (`torch.Tensor`, *optional*):
+                Where to write the result, of the same shape and of any dtype and strides. May be `key_states`.
+
+        Returns:
+            `torch.Tensor`: `out` if given, `key_states` itself if the layer does not rotate, or else a new tensor.
+
+        Raises:
+            `ValueError`: if the layer caches nothing of its own, or the number of tokens is another.
+        """
+        return self._rotate(key_states, layer_idx, start, stop, out, inverse=False)
+
+    def _rotate(
+        self,
+        key_states: torch.Tensor,
+        layer_idx: int,
+        start: int,
+        stop: int | None,
+        out: torch.Tensor | None,
+        inverse: bool,
+    ) -> torch.Tensor:
+        layer = self.rotary.layers[layer_idx]
+        if layer is None:
+            raise ValueError(f"Layer {layer_idx} of {self.rotary.model_class} caches no keys of its own.")
+        # A table of one token would broadcast silently.
+        num_tokens = len(range(self.position_ids.shape[1])[start:stop])
+        if key_states.shape[2] != num_tokens:
+            raise ValueError(f"Keys of {key_states.shape[2]} tokens were given with {num_tokens} position ids.")
+        if layer.layout == "none":
+            return key_states if out is None else out.copy_(key_states)
+        cos, sin = self._table(layer, key_states.device, inverse)
+        cos, sin = cos[:, start:stop], sin[:, start:stop]
+        out = torch.empty_like(key_states) if out is None else out
+        step = max(num_tokens, 1)
+        if key_states.device.type == "cpu":
+            # Twice as fast: temporaries stay in the processor's cache. On a GPU it would only be more launches.
+            step = max(1, _CPU_BLOCK // max(1, key_states[:, :, :1].numel()))
+        for i in range(0, num_tokens, step):
+            block = slice(i, i + step)
+            _turn(key_states[:, :, block], cos[:, block], sin[:, block], layer, out[:, :, block])
+        return out
+
+    def _table(self, layer: LayerRotary, device: torch.device, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        assert layer.call_idx is not None
+        key = (layer.call_idx, layer.columns, inverse, device)
+        if key not in self._tables:
+            if inverse:
+                cos, sin = self._table(layer, device, inverse=False)
+                # Turns back, and undoes what yarn and longrope multiply cos and sin with.
+                scale = cos.square().addcmul_(sin, sin)
+                self._tables[key] = (cos / scale, -sin / scale)
+            else:
+                source = (layer.call_idx, layer.columns)
+                if source not in self._tables:
+                    cos, sin = self.rotary.calls[layer.call_idx](self.position_ids)
+                    self._tables[source] = (_compact(cos, layer.columns), _compact(sin, layer.columns))
+                cos, sin = self._tables[source]
+                self._tables[key] = (cos.to(device), sin.to(device))
+        return self._tables[key]
+
+
+def _turn(
+    key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: LayerRotary, out: torch.Tensor
+) -> torch.Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = _parts(key_states, layer)
+    first, second = first.float(), second.float()
+    # Both parts exist before anything is written: `out` may be `key_states`.
+    turned_first = (first * cos).addcmul_(second, sin, value=-1)
+    turned_second = (second * cos).addcmul_(first, sin)
+
+    end = layer.offset + layer.rotary_dim
+    out[..., : layer.offset].copy_(key_states[..., : layer.offset])
+    out[..., end:].copy_(key_states[..., end:])
+    out_first, out_second = _parts(out, layer)
+    out_first.copy_(turned_first)
+    out_second.copy_(turned_second)
+    return out
+
+
+def _parts(key_states: torch.Tensor, layer: LayerRotary) -> tuple[torch.Tensor, torch.Tensor]:
+    rotated = key_states[..., layer.offset : layer.offset + layer.rotary_dim]
+    if layer.layout == "interleaved":
+        return rotated[..., 0::2], rotated[..., 1::2]
+    return rotated[..., : layer.rotary_dim // 2], rotated[..., layer.rotary_dim // 2 :]
+
+
+def _compact(table: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    if columns == "halves":
+        table = table[..., : table.shape[-1] // 2]
+    elif columns == "pairs":
+        table = table[..., 0::2]
+    return table.float().contiguous()
+
+
+def _candidates(head_dim: int, width: int, call_idx: int) -> list[LayerRotary]:
+    candidates = []
+    rotary_dims: dict[_Columns, int] = {"halves": width, "pairs": width, "single": 2 * width}
+    layouts: tuple[Literal["half", "interleaved"], ...] = ("half", "interleaved")
+    for columns, rotary_dim in rotary_dims.items():
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            continue
+        for layout in layouts:
+            for offset in sorted({0, head_dim - rotary_dim}):
+                candidates.append(LayerRotary(layout, offset, rotary_dim, columns, call_idx))
+    return candidates
+
+
+def _detect(
+    layer: LayerProbe, layer_idx: int, call_idx: int | None, layers: list[LayerRotary | None], model_class: str
+) -> LayerRotary:
+    where = f"Layer {layer_idx} of {model_class}"
+    if layer.depends_on_position_ids:
+        raise UnsupportedModelError(
+            f"{where} rotates its keys inside its attention, from position ids and with no module to ask for cos and "
+            "sin, so its keys cannot be moved to other positions. Re-prefill this model."
+        )
+    pre, post = layer.unrotated_key_states, layer.key_states
+    tolerance = max(1e-3, torch.finfo(post.dtype).eps)
+    if call_idx is None or layer.position_embeddings is None:
+        return LayerRotary("none")
+    if _relative_error(layer.unrotated_value_states, layer.value_states) > tolerance:
+        raise UnsupportedModelError(
+            f"{where} caches a compressed latent (MLA), with the rotary embedding in the place of the values, instead "
+            "of keys and values token by token. Re-prefill this model."
+        )
+    if _relative_error(pre, post) <= tolerance:
+        return LayerRotary("none")
+
+    # The layers of a model are alike: what fitted the last one that rotates is tried first.
+    known = [(other.columns, other.layout) for other in layers if other is not None and other.layout != "none"][-1:]
+    candidates = _candidates(post.shape[-1], layer.position_embeddings[0].shape[-1], call_idx)
+    candidates.sort(key=lambda candidate: (candidate.columns, candidate.layout) not in known)
+    scratch = torch.empty_like(post, dtype=torch.float32)
+    best, best_error = None, float("inf")
+    for candidate in candidates:
+        cos, sin = (_compact(t, candidate.columns) for t in layer.position_embeddings)
+        scale = cos.square() + sin.square()
+        error = max(
+            _relative_error(_turn(pre, cos, sin, candidate, scratch), post),
+            _relative_error(_turn(post, cos / scale, -sin / scale, candidate, scratch), pre),
+        )
+        if error < best_error:
+            best, best_error = candidate, error
+        if error <= tolerance:
+            break
+    if best is None or not best_error <= tolerance:
+        raise UnsupportedModelError(
+            f"{where} rotates its keys in a way that is not known: the closest ({best and best.layout}) is off by "
+            f"{best_error:.2g} of the keys, where {tolerance:.2g} is rounding. Re-prefill this model."
+        )
+    return best
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.float(), expected.float()
+    if expected.numel() == 0:
+        return 0.0
+    scale = expected.square().mean().sqrt()
+    return ((actual - expected).square().mean().sqrt() / scale.clamp_min(1e-30)).item()
+
+
+def _length_limit(call: RotaryCall) -> tuple[str, int] | None:
+    """The rope type and original length of a rotary module whose frequencies depend on the length of the call."""
+    rope_type: Any = getattr(call.module, "rope_type", None)
+    rope_parameters = getattr(getattr(call.module, "config", None), "rope_parameters", None) or {}
+    if isinstance(rope_type, dict):
+        rope_type = rope_type.get(call.layer_type)
+        rope_parameters = rope_parameters.get(call.layer_type) or {}
+    if rope_type == "longrope" and "original_max_position_embeddings" in rope_parameters:
+        return rope_type, rope_parameters["original_max_position_embeddings"]
+    if rope_type is not None and (rope_type == "longrope" or "dynamic" in rope_type):
+        return rope_type, int(call.module.original_max_seq_len)  # type: ignore[arg-type]
+    return None

@@ -1,0 +1,380 @@
+"""A model's cache made portable: keys without position, values, and the tokens that they stand for."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from .alignment import character_spans, encode_with_spans
+from .compat import cached_forward
+from .errors import BatchMismatchError, SourceCacheError
+from .geometry import KVGeometry
+from .identity import tokenizer_fingerprint
+from .rotary import Rotary
+
+
+SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"
+
+
+class SourceKV:
+    """
+    What a model's cache says about the tokens it read, independent of where they stood.
+
+    Make one with [`SourceKV.prefill`] or [`SourceKV.from_cache`]; the constructor takes what these compute.
+
+    Args:
+        features (`list[torch.Tensor | None]`):
+            For each layer its keys (without rotary embedding) then values, all heads, `[batch, tokens, features]` in
+            the dtype of the cache. `None` for a layer that caches nothing of its own.
+        geometry (`KVGeometry`):
+            What the model caches, layer by layer.
+        input_ids (`torch.LongTensor`):
+            `[batch, tokens]`, left-padded.
+        attention_mask (`torch.LongTensor`):
+            `[batch, tokens]`, 0 for padding.
+        position_ids (`torch.LongTensor`):
+            `[batch, tokens]`, the positions at which the model read the tokens.
+        text (`Sequence[str]`, *optional*), spans (`torch.LongTensor`, *optional*):
+            The text of each row, and for each token the characters it stands for, `[batch, tokens, 2]`.
+        tokenizer_id (`str`, *optional*):
+            Fingerprint of the tokenizer.
+        model_name (`str`, *optional*):
+            For messages.
+    """
+
+    def __init__(
+        self,
+        features: list[torch.Tensor | None],
+        geometry: KVGeometry,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        text: Sequence[str] | None = None,
+        spans: torch.Tensor | None = None,
+        tokenizer_id: str | None = None,
+        model_name: str = "",
+    ):
+        self.features = features
+        self.geometry = geometry
+        self.input_ids = input_ids
+        self.attention_mask = attention_mask
+        self.position_ids = position_ids
+        self.text = None if text is None else list(text)
+        self.spans = spans
+        self.tokenizer_id = tokenizer_id
+        self.model_name = model_name
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[1]
+
+    def __repr__(self) -> str:
+        return f"SourceKV({self.model_name!r}, batch_size={self.batch_size}, tokens={len(self)})"
+
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
+
+    def key_states(self, layer_idx: int) -> torch.Tensor:
+        """Position-free keys of a layer, `[batch, heads, tokens, head_dim]`, a view."""
+        return _heads(self.features[layer_idx], self.geometry.layers[layer_idx])[0]
+
+    def value_states(self, layer_idx: int) -> torch.Tensor:
+        """Values of a layer, `[batch, heads, tokens, head_dim]`, a view."""
+        return _heads(self.features[layer_idx], self.geometry.layers[layer_idx])[1]
+
+    def row_spans(self, row: int) -> list[tuple[int, int]]:
+        """Characters of each token of a row, padding left out."""
+        return [tuple(span) for span in self.spans[row, self.attention_mask[row].bool()].tolist()]
+
+    def __getitem__(self, tokens: slice) -> "SourceKV":
+        """
+        A range of tokens, as views. Each row's text is cut to the characters of its remaining tokens.
+
+        Raises:
+            `TypeError`: the index is not a slice with step 1.
+        """
+        if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+            raise TypeError(f"SourceKV is indexed by a range of tokens such as [10:20], got {tokens!r}.")
+        text, spans = None, None
+        if self.text is not None:
+            spans, text = self.spans[:, tokens].clone(), []
+            for row, mask in enumerate(self.attention_mask[:, tokens].bool()):
+                begin, end = (spans[row, mask].min().item(), spans[row, mask].max().item()) if mask.any() else (0, 0)
+                text.append(self.text[row][begin:end])
+                spans[row, mask] -= begin
+        return SourceKV(
+            [None if states is None else states[:, tokens] for states in self.features],
+            self.geometry,
+            self.input_ids[:, tokens],
+            self.attention_mask[:, tokens],
+            self.position_ids[:, tokens],
+            text,
+            spans,
+            self.tokenizer_id,
+            self.model_name,
+        )
+
+    @classmethod
+    def prefill(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        text: str | Sequence[str] | torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+    ) -> "SourceKV":
+        """
+        Let a model read a context, keeping every token also in sliding-window layers.
+
+        Args:
+            model (`PreTrainedModel`):
+                The model that reads.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*):
+                Its tokenizer. May be `None` if `text` is token ids and the mapper is for models that share a tokenizer.
+            text (`str`, `Sequence[str]` or `torch.LongTensor`):
+                The context, one or a batch, or its token ids `[batch, tokens]`, left-padded.
+            attention_mask (`torch.LongTensor`, *optional*):
+                Goes with token ids, `[batch, tokens]`.
+
+        Returns:
+            `SourceKV`: On the devices and in the dtype of the model's cache.
+        """
+        rows = None
+        if isinstance(text, torch.Tensor):
+            input_ids = text if text.dim() == 2 else text[None]
+        else:
+            rows = [text] if isinstance(text, str) else list(text)
+            encoded = [encode_with_spans(tokenizer, row) for row in rows]
+            input_ids, attention_mask = pad_rows([ids for ids, _ in encoded])
+            spans, _ = pad_rows([torch.tensor(spans).view(-1, 2) for _, spans in encoded])
+        if input_ids.shape[1] == 0:
+            raise SourceCacheError("`text` has no tokens, there is nothing to prefill.")
+        mask, position_ids = _mask_and_positions(input_ids, attention_mask, None)
+        # A rotary embedding that depends on the length of the call is refused before the prefill is paid for.
+        Rotary.from_model(model).check_length(position_ids.max().item() + 1)
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        cached_forward(model, cache, input_ids, attention_mask=None if mask.all() else mask, position_ids=position_ids)
+        source_kv = cls.from_cache(
+            cache,
+            model,
+            input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            tokenizer=tokenizer if rows is None else None,
+        )
+        if rows is not None:
+            source_kv.text, source_kv.spans, source_kv.tokenizer_id = rows, spans, tokenizer_fingerprint(tokenizer)
+        return source_kv
+
+    @classmethod
+    def from_cache(
+        cls,
+        cache: Cache,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> "SourceKV":
+        """
+        Take over a cache that a model has filled. The cache is copied, and may be used further.
+
+        Args:
+            cache (`Cache`):
+                The model's cache. It must hold every token in every layer.
+            model (`PreTrainedModel`):
+                The model that filled it.
+            input_ids (`torch.LongTensor`):
+                `[batch, tokens]`, exactly the tokens in the cache. After `generate` the last sampled token is not in it.
+            attention_mask (`torch.LongTensor`, *optional*):
+                `[batch, tokens]`, needed if rows are padded.
+            position_ids (`torch.LongTensor`, *optional*):
+                `[batch, tokens]`, defaults to what `generate` uses: counted from each row's first token.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*):
+                The model's tokenizer, needed if the target's is another one.
+
+        Raises:
+            `SourceCacheError`: the cache does not hold the key and value of every token of `input_ids`, or is itself
+                a translation.
+            `UnsupportedModelError`: the model's keys cannot be made position-free.
+        """
+        input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
+        mask, positions = _mask_and_positions(input_ids, attention_mask, position_ids)
+        geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
+        rotary.check_length(positions.max().item() + 1)
+        _check_holds_every_token(cache, geometry, *input_ids.shape)
+        tables = rotary.at(positions)
+        features: list[torch.Tensor | None] = []
+        for layer_idx, layer in enumerate(geometry.layers):
+            if layer is None:
+                features.append(None)
+                continue
+            # Token-major memory: a token's features of all heads lie together, as the maps read them.
+            keys, values = cache.layers[layer_idx].keys.detach(), cache.layers[layer_idx].values.detach()
+            keys, values = keys[:, :, : input_ids.shape[1]], values[:, :, : input_ids.shape[1]]
+            states = keys.new_empty(*input_ids.shape, geometry.num_features(layer_idx))
+            key_view, value_view = _heads(states, layer)
+            tables.remove(keys, layer_idx, out=key_view)
+            value_view.copy_(values)
+            features.append(states)
+        text, spans = None, None
+        if tokenizer is not None:
+            decoded = [
+                character_spans(tokenizer, row[row_mask].tolist())
+                for row, row_mask in zip(input_ids, mask.bool(), strict=True)
+            ]
+            text = [row for row, _ in decoded]
+            spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
+        return cls(
+            features,
+            geometry,
+            input_ids.cpu(),
+            mask.cpu(),
+            positions.cpu(),
+            text,
+            spans,
+            None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            model.config._name_or_path or type(model).__name__,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write to one safetensors file."""
+        tensors = {
+            f"features.{i}": states.contiguous() for i, states in enumerate(self.features) if states is not None
+        }
+        for name in ("input_ids", "attention_mask", "position_ids", "spans"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name).contiguous()
+        metadata = {
+            "format": SOURCE_FORMAT,
+            "geometry": json.dumps(self.geometry.to_dict()),
+            "text": json.dumps(self.text),
+            "tokenizer_id": json.dumps(self.tokenizer_id),
+            "model_name": self.model_name,
+        }
+        save_file(tensors, path, metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "SourceKV":
+        """
+        Read what [`SourceKV.save`] wrote.
+
+        Args:
+            path (`str` or `Path`):
+                The file.
+            device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
+                Where the keys and values go.
+
+        Raises:
+            `SourceCacheError`: the file is missing, damaged or of another format.
+        """
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != SOURCE_FORMAT:
+                    raise SourceCacheError(f"{path} is not a saved SourceKV (format {metadata.get('format')!r}).")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            geometry = KVGeometry.from_dict(json.loads(metadata["geometry"]))
+            text = json.loads(metadata["text"])
+            ids, mask, positions = (tensors[name].cpu() for name in ("input_ids", "attention_mask", "position_ids"))
+            features = [None if layer is None else tensors[f"features.{i}"] for i, layer in enumerate(geometry.layers)]
+            spans = tensors["spans"].cpu() if text is not None else None
+            tokenizer_id = json.loads(metadata["tokenizer_id"])
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise SourceCacheError(f"{path} cannot be read as a saved SourceKV: {error!r}. Save it again.") from error
+        for layer_idx, states in enumerate(features):
+            if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
+                raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
+        return cls(features, geometry, ids, mask, positions, text, spans, tokenizer_id, metadata["model_name"])
+
+
+def pad_rows(rows: Sequence[torch.Tensor | list]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Stack rows of different lengths, padding on the left with zeros.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: `[batch, tokens, ...]` and the attention mask `[batch, tokens]`.
+    """
+    tensors = [torch.as_tensor(row) for row in rows]
+    length = max(len(row) for row in tensors)
+    padded = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
+    mask = torch.zeros(len(tensors), length, dtype=torch.long)
+    for i, row in enumerate(tensors):
+        padded[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = 1
+    return padded, mask
+
+
+def unpad_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """The token ids of each row of a batch `[batch, tokens]`, without padding, on the CPU."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return [row[row_mask].cpu() for row, row_mask in zip(input_ids, mask.bool(), strict=True)]
+
+
+def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The position ids that `generate` derives from a mask: counted from each row's first token, 0 for padding."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _mask_and_positions(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device).long()
+    positions = positions_from_mask(mask) if position_ids is None else position_ids.to(input_ids.device)
+    for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
+        if tensor.shape != input_ids.shape:
+            raise BatchMismatchError(
+                f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
+            )
+    return mask, positions
+
+
+def _heads(states: torch.Tensor, layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `[batch, tokens, features]` as views `[batch, heads, tokens, head_dim]`."""
+    batch, tokens, _ = states.shape
+    heads, width = layer.num_key_value_heads, layer.num_key_value_heads * layer.key_head_dim
+    keys = states[..., :width].view(batch, tokens, heads, layer.key_head_dim)
+    values = states[..., width:].view(batch, tokens, heads, layer.value_head_dim)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def _check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int, num_tokens: int) -> None:
+    if getattr(cache, "is_translation", False):
+        raise SourceCacheError(
+            "The source cache is a TranslatedCache. A translation of a translation loses too much: use the cache of "
+            "the model that read the tokens."
+        )
+    if len(cache.layers) != len(geometry.layers):
+        raise SourceCacheError(
+            f"The source cache has {len(cache.layers)} layers, its model {len(geometry.layers)}: {geometry.describe()}. "
+            "Pass the model that filled the cache."
+        )
+    if cache.get_seq_length() != num_tokens:
+        raise SourceCacheError(
+            f"The source cache stands for {cache.get_seq_length()} tokens, `input_ids` has {num_tokens}. Pass exactly "
+            "the tokens that the cache holds; after `generate` the last sampled token is not in it."
+        )
+    for layer_idx, layer in enumerate(geometry.layers):
+        if layer is None:
+            continue
+        keys = cache.layers[layer_idx].keys
+        expected = (batch_size, layer.num_key_value_heads, num_tokens, layer.key_head_dim)
+        found = None if keys is None else tuple(keys.shape)
+        if found is not None and found[:2] + found[3:] != expected[:2] + expected[3:]:
+            raise SourceCacheError(
+                f"Layer {layer_idx} of the source cache has keys of shape {list(found)}, expected {list(expected)}."
+            )
+        if found is None or found[2] < num_tokens:
+            held = 0 if found is None else found[2]
+            raise SourceCacheError(
+                f"Layer {layer_idx} of the source cache holds {held} of {num_tokens} tokens: a sliding window, a "
+                "quantised or a compressed cache has dropped the others. Prefill with `SourceKV.prefill`, which keeps "
+                "them, or call `cache.activate_past_recording()` before the prefill."
+            )

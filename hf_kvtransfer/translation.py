@@ -1,0 +1,307 @@
+"""One request: a source's keys and values, a mapper and a target, bound and checked. Knows both models."""
+
+import dataclasses
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from .alignment import TokenAlignment, align_tokens, character_spans, encode_with_spans
+from .compat import cached_forward, input_device
+from .errors import (
+    AlignmentError,
+    BatchMismatchError,
+    PairMismatchError,
+    PrefixMismatchError,
+    TokenizerMismatchError,
+)
+from .geometry import KVGeometry
+from .identity import tokenizer_fingerprint
+from .mapper import KVMapper
+from .rotary import Rotary
+from .source import SourceKV, pad_rows, positions_from_mask, unpad_rows
+
+
+# Below this share of target tokens with source text behind them the two sides do not stand for the same context.
+MIN_COVERAGE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferReport:
+    """
+    What a translated cache stands for, token by token, summed over the batch.
+
+    Args:
+        mapper (`str`):
+            Where the mapper came from.
+        source_tokens (`int`):
+            Tokens that the source read.
+        translated_tokens (`int`):
+            Target tokens whose keys and values are translated.
+        native_tokens (`int`):
+            Target tokens at the start of the context that the target has read itself.
+        held_back_tokens (`int`):
+            Target tokens at the end of the context that the target still has to read.
+        coverage (`float`):
+            Share of the target's tokens behind which a source token stands.
+        boundary_share (`float`):
+            Share of those that end where their source token ends.
+    """
+
+    mapper: str
+    source_tokens: int
+    translated_tokens: int
+    native_tokens: int
+    held_back_tokens: int
+    coverage: float
+    boundary_share: float
+
+
+class Translation:
+    """
+    Answers `layer(layer_idx, start, stop, device, dtype)` with one target layer's keys and values.
+
+    Nothing about the context is computed when it is made, but the target has read the context's first tokens: they
+    serve every later query as attention sinks, their keys and values are outliers that no linear map renders well.
+
+    Args:
+        source_kv (`SourceKV`):
+            What the source read.
+        mapper (`KVMapper`):
+            Fitted for this pair.
+        target (`PreTrainedModel`):
+            The model that will continue.
+        target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Needed if the models' tokenizers differ.
+        input_ids (`torch.LongTensor`, *optional*):
+            The target's ids of the prompt, `[batch, tokens]`, left-padded. What the source has read of it is
+            translated. By default the source's text through the target's tokenizer.
+        attention_mask (`torch.LongTensor`, *optional*):
+            Goes with `input_ids`.
+        sink_tokens (`int`, *optional*):
+            First tokens of each row that the target reads itself, by default as in the mapper's fit.
+        tail_tokens (`int`, *optional*, defaults to 1):
+            Last tokens that are held back, for the target to read.
+
+    Raises:
+        `PairMismatchError`, `TokenizerMismatchError`, `AlignmentError`, `BatchMismatchError`, `UnsupportedModelError`
+    """
+
+    def __init__(
+        self,
+        source_kv: SourceKV,
+        mapper: KVMapper,
+        target: PreTrainedModel,
+        *,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        sink_tokens: int | None = None,
+        tail_tokens: int = 1,
+    ):
+        self.source_kv, self.mapper, self.target = source_kv, mapper, target
+        self.geometry = KVGeometry.from_model(target)
+        self._check_pair(target_tokenizer)
+        rotary = Rotary.from_model(target)
+
+        rows, alignments = self._align(target_tokenizer, input_ids, attention_mask)
+        all_ids, mask = pad_rows(rows)
+        width = all_ids.shape[1]
+        # Columns of the padded batch up to which the source can speak for each row.
+        ends = [width - len(row) + alignment.last_aligned + 1 for row, alignment in zip(rows, alignments, strict=True)]
+        self.length = max(min(ends) - tail_tokens, 0)
+        self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]
+        position_ids = positions_from_mask(self.attention_mask)
+        if self.length:
+            rotary.check_length(position_ids.max().item() + 1)
+        self._tables = rotary.at(position_ids)
+
+        # Padding listens to whatever stands in its column.
+        index = torch.arange(self.length).clamp(max=len(source_kv) - 1).repeat(self.batch_size, 1)
+        first_source = len(source_kv) - source_kv.attention_mask.sum(-1)
+        for i, (row, alignment) in enumerate(zip(rows, alignments, strict=True)):
+            first = min(width - len(row), self.length)
+            index[i, first:] = alignment.source_index[: self.length - first] + first_source[i]
+        # One token of the source for each of the target's, in the same columns: nothing is to be gathered.
+        self._source_index = None if (index == torch.arange(self.length)).all() else index
+
+        sink_tokens = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
+        self._first_token = self.length - self.attention_mask.sum(-1)
+        self.num_sinks = min(sink_tokens, self.length - self._first_token.max().item()) if self.length else 0
+        self._sinks = self._read_sinks()
+        self._token_features: torch.Tensor | None = None
+
+        alignments = [alignment[: alignment.last_aligned + 1] for alignment in alignments]
+        coverage = sum(alignment.coverage for alignment in alignments) / len(alignments)
+        if coverage < MIN_COVERAGE:
+            raise AlignmentError(
+                f"Only {coverage:.0%} of the target's tokens are text that the source has read, at least "
+                f"{MIN_COVERAGE:.0%} are needed. Check that the prompt holds the source's context, or let the target "
+                "prefill."
+            )
+        tokens = self.attention_mask.sum().item()
+        self.report = TransferReport(
+            mapper=mapper.name,
+            source_tokens=source_kv.attention_mask.sum().item(),
+            translated_tokens=tokens - self.num_sinks * self.batch_size,
+            native_tokens=self.num_sinks * self.batch_size,
+            held_back_tokens=sum(ends) - self.length * self.batch_size,
+            coverage=coverage,
+            boundary_share=sum(alignment.boundary_share for alignment in alignments) / len(alignments),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.source_kv.batch_size
+
+    @property
+    def default_placement(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype for whoever reads a layer before the target has asked for it."""
+        return input_device(self.target), self.target.dtype
+
+    def __deepcopy__(self, memo) -> "Translation":
+        # Bound once and never changed: copies of a cache share the mapper, the models and the source.
+        return self
+
+    def layer(
+        self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Translate a range of tokens for one layer.
+
+        Args:
+            layer_idx (`int`):
+                The target's layer.
+            start (`int`), stop (`int`):
+                Range of the target's tokens, padding included.
+            device (`torch.device`), dtype (`torch.dtype`):
+                Where and as what the target's attention wants them.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Keys with the target's rotary embedding applied, and values, each
+            `[batch, heads, stop - start, head_dim]`.
+        """
+        layer = self.geometry.layers[layer_idx]
+        heads, tokens = layer.num_key_value_heads, stop - start
+        keys = torch.empty(self.batch_size, heads, tokens, layer.key_head_dim, device=device, dtype=dtype)
+        values = torch.empty(self.batch_size, heads, tokens, layer.value_head_dim, device=device, dtype=dtype)
+        # Without padding the sinks are the first columns, and the map need not render them.
+        mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
+        if mapped < stop:
+            states = self._map(layer_idx, mapped, stop, device, dtype)
+            key_states, value_states = states.split([heads * layer.key_head_dim, heads * layer.value_head_dim], dim=-1)
+            key_states = key_states.unflatten(-1, (heads, -1)).transpose(1, 2)
+            self._tables.apply(key_states, layer_idx, mapped, stop, out=keys[:, :, mapped - start :])
+            values[:, :, mapped - start :] = value_states.unflatten(-1, (heads, -1)).transpose(1, 2)
+        for row, first in enumerate(self._first_token.tolist()):
+            begin, end = max(first, start), min(first + self.num_sinks, stop)
+            if begin < end:
+                for states, sinks in zip((keys, values), self._sinks[layer_idx], strict=True):
+                    states[row, :, begin - start : end - start] = sinks[row, :, begin - first : end - first]
+        return keys, values
+
+    def _check_pair(self, target_tokenizer: PreTrainedTokenizerBase | None) -> None:
+        config, name = self.mapper.config, self.mapper.name
+        sides = (
+            ("source", self.source_kv.geometry, self.mapper.source_geometry, self.source_kv.model_name),
+            ("target", self.geometry, self.mapper.target_geometry, self.target.config._name_or_path),
+        )
+        for side, found, expected, model_name in sides:
+            if found != expected:
+                raise PairMismatchError(
+                    f"Mapper {name} was fitted for a {side} of {expected.describe()} ({getattr(config, side)['name']}), "
+                    f"but the {side} given ({model_name}) caches {found.describe()}. Use the mapper of this pair, or fit "
+                    "one with `fit_mapper`."
+                )
+        width = self.target.get_input_embeddings().embedding_dim
+        if config.token_features not in (0, width):
+            raise PairMismatchError(
+                f"Mapper {name} reads token embeddings of width {config.token_features}, those of the target "
+                f"({self.target.config._name_or_path}) are {width} wide. Use the mapper of this pair."
+            )
+        target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
+        expected_ids = config.source["tokenizer"], config.target["tokenizer"]
+        for side, found_id, expected_id in zip(
+            ("source", "target"), (self.source_kv.tokenizer_id, target_id), expected_ids, strict=True
+        ):
+            if found_id is None and expected_ids[0] == expected_ids[1]:
+                continue  # one tokenizer on both sides: token ids are enough
+            if found_id is None:
+                way = "target_tokenizer=" if side == "target" else "tokenizer= to SourceKV"
+                raise TokenizerMismatchError(
+                    f"Mapper {name} is for models with different tokenizers: pass the {side}'s tokenizer ({way})."
+                )
+            if expected_id is not None and found_id != expected_id:
+                raise TokenizerMismatchError(
+                    f"The {side}'s tokenizer (fingerprint {found_id}) is not the one that mapper {name} was fitted "
+                    f"with ({expected_id}): its vocabulary, merges, normalisation or added tokens differ. Load the "
+                    f"tokenizer of {getattr(config, side)['name']}, or fit a mapper for this one."
+                )
+
+    def _align(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> tuple[list[torch.Tensor], list[TokenAlignment]]:
+        """The target's token ids of each row, without padding, and which source token speaks for each of them."""
+        source = self.source_kv
+        prompts = None if input_ids is None else unpad_rows(input_ids, attention_mask)
+        if prompts is not None and len(prompts) != source.batch_size:
+            raise BatchMismatchError(
+                f"`input_ids` has {len(prompts)} rows, the source has read {source.batch_size}. Pass one prompt for "
+                "each row; `generate` repeats the cache for beams and `num_return_sequences` itself."
+            )
+        rows, alignments = [], []
+        one_to_one = self.mapper.config.source["tokenizer"] == self.mapper.config.target["tokenizer"]
+        for i, source_row in enumerate(unpad_rows(source.input_ids, source.attention_mask)):
+            row = source_row if prompts is None else prompts[i]
+            if one_to_one:
+                common = min(len(row), len(source_row))
+                differs = (row[:common] != source_row[:common]).nonzero()
+                common = differs[0].item() if len(differs) else common
+                if not common:
+                    raise PrefixMismatchError(
+                        f"Row {i} of `input_ids` starts with {row[:8].tolist()}, the source has read "
+                        f"{source_row[:8].tolist()}. Start the prompt with the source's context."
+                    )
+                alignment = TokenAlignment.identity(common)
+            else:
+                if prompts is None:
+                    ids, spans = encode_with_spans(tokenizer, source.text[i])
+                    row, text = torch.tensor(ids), source.text[i]
+                else:
+                    text, spans = character_spans(tokenizer, row.tolist())
+                alignment = align_tokens(source.text[i], source.row_spans(i), text, spans)
+            rows.append(row)
+            alignments.append(alignment)
+        return rows, alignments
+
+    @torch.no_grad()
+    def _map(self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        layer_map = self.mapper.layers[layer_idx].to(device)
+        first, last, index = start, stop, None
+        if self._source_index is not None:
+            index = self._source_index[:, start:stop]
+            first, last = index.min().item(), index.max().item() + 1
+            index = (index - first).to(device)
+        features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
+        token_features = None
+        if self.mapper.config.token_features:
+            if self._token_features is None:
+                embeddings = self.target.get_input_embeddings()
+                self._token_features = embeddings(self.input_ids.to(input_device(self.target)))
+            token_features = self._token_features[:, start:stop].to(device, dtype)
+        return layer_map(features, token_features, index)
+
+    def _read_sinks(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""
+        if not self.num_sinks:
+            return [None] * len(self.geometry.layers)
+        columns = self._first_token[:, None] + torch.arange(self.num_sinks)
+        cache = DynamicCache(config=self.target.config)
+        cache.activate_past_recording()  # also a window shorter than the sinks keeps them all
+        cached_forward(self.target, cache, self.input_ids.gather(1, columns))
+        return [
+            None if geometry is None else (layer.keys, layer.values)
+            for geometry, layer in zip(self.geometry.layers, cache.layers, strict=True)
+        ]

@@ -1,0 +1,125 @@
+"""Tiny random models built in code, and targets planted in them: the exact mapper is known."""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_kvtransfer import KVGeometry, KVMapper, KVMapperConfig
+
+
+# A wide initialisation, so that attention and not only the last token decides what comes next.
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
+
+
+def tiny_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A random model of a family, with q/k norms, windows and two thetas, or experts as the family has them."""
+    torch.manual_seed(seed)
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**COMMON | changes))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**COMMON | {"head_dim": 24} | changes))
+    elif family == "gemma3":
+        layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+        rope = {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        }
+        special = {"head_dim": 24, "sliding_window": 32, "layer_types": layer_types, "rope_parameters": rope}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**COMMON | special | {"query_pre_attn_scalar": 24} | changes))
+    else:
+        model = MixtralForCausalLM(
+            MixtralConfig(**COMMON | {"num_local_experts": 4, "sliding_window": None} | changes)
+        )
+    return model.eval()
+
+
+@torch.no_grad()
+def plant(source: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """
+    A target that computes the same function as `source` with other keys and values: each layer's KV heads are
+    permuted, keys turned and scaled plane by plane (which commutes with the rotary embedding), values mixed by an
+    invertible matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    target = copy.deepcopy(source)
+    config = target.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = target.model.layers[0].self_attn.head_dim
+    groups = heads // kv_heads
+    for layer in target.model.layers:
+        attention = layer.self_attn
+        order = torch.randperm(kv_heads, generator=generator)
+        query_order = (order[:, None] * groups + torch.arange(groups)).flatten()
+        q, k, v = (
+            projection.weight.view(-1, head_dim, config.hidden_size).clone()
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        o = attention.o_proj.weight.view(config.hidden_size, heads, head_dim).clone()
+        q, k, v, o = q[query_order], k[order], v[order], o[:, query_order]
+
+        angle = torch.rand(head_dim // 2, generator=generator) * 6.28
+        scale = 0.5 + torch.rand(head_dim // 2, generator=generator)
+        turn = torch.zeros(head_dim, head_dim)
+        low, high = torch.arange(head_dim // 2), torch.arange(head_dim // 2) + head_dim // 2
+        turn[low, low] = turn[high, high] = angle.cos()
+        turn[low, high], turn[high, low] = -angle.sin(), angle.sin()
+        both = scale.repeat(2)
+        if hasattr(attention, "k_norm"):  # the norm sees the turn only; the scale goes into its weight
+            offset = 1 if "Gemma" in type(attention.k_norm).__name__ else 0
+            attention.k_norm.weight.copy_((attention.k_norm.weight + offset) * both - offset)
+            attention.q_norm.weight.copy_((attention.q_norm.weight + offset) / both - offset)
+            q, k = turn @ q, turn @ k
+        else:
+            q, k = turn @ (q / both[:, None]), turn @ (k * both[:, None])
+        mix = torch.eye(head_dim) + 0.3 * torch.randn(head_dim, head_dim, generator=generator)
+        v, o = mix @ v, o @ torch.linalg.inv(mix)
+
+        attention.q_proj.weight.copy_(q.reshape(-1, config.hidden_size))
+        attention.k_proj.weight.copy_(k.reshape(-1, config.hidden_size))
+        attention.v_proj.weight.copy_(v.reshape(-1, config.hidden_size))
+        attention.o_proj.weight.copy_(o.reshape(config.hidden_size, -1))
+    return target
+
+
+def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
+    """The exact mapper of a model to itself."""
+    geometry = KVGeometry.from_model(model)
+    side = {"name": "tiny", "geometry": geometry.to_dict(), "tokenizer": None}
+    layers = [
+        None if layer is None else {"kind": "linear", "source_layers": [i]} for i, layer in enumerate(geometry.layers)
+    ]
+    mapper = KVMapper(KVMapperConfig(source=side, target=side, layers=layers, sink_tokens=sink_tokens))
+    with torch.no_grad():
+        for layer in mapper.layers:
+            nn.init.eye_(layer.weight)
+    return mapper.eval()
+
+
+def random_ids(model: PreTrainedModel, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Token ids without special tokens."""
+    return torch.randint(3, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
