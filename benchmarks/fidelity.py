@@ -16,9 +16,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_kvtransfer import KVMapper, SourceKV, TranslatedCache
-from hf_kvtransfer.alignment import encode_with_spans
-from hf_kvtransfer.compat import cached_forward
+from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.demo_models import load_demo_model
+from hf_kvtransfer.spans import encode_with_spans
 
 
 MAPPER = Path(__file__).parents[1] / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
@@ -32,18 +32,19 @@ def pieces(texts, tokenizer, context, continuation):
             yield text[: spans[context - 1][1]], torch.tensor([ids[: context + continuation]])
 
 
-def score(target, cache, ids, start):
-    """Log-probabilities of the tokens after `start`, given what `cache` holds; the cache stands for `ids[:, :start]`."""
-    logits = cached_forward(target, cache, ids[:, start:], num_logits=0)[0, :-1].float()
-    return logits.log_softmax(-1)
+def score(target, cache, ids, continuation):
+    """Log-probabilities of the last `continuation` tokens, given a cache of some tokens that stand before them."""
+    new_ids = ids[:, cache.get_seq_length() :]
+    output = target(new_ids, logits_to_keep=continuation + 1, **{cache_argument(target): cache})
+    return output.logits[0, :-1].float().log_softmax(-1)
 
 
 @torch.no_grad()
 def measure(source, source_tokenizer, target, target_tokenizer, mapper, texts, context, continuation):
     """
     Returns:
-        `dict`: For each arm the mean loss in nats per token, the share of positions at which the most probable token is
-        the native one, and the share of the gap between no context and native that is recovered.
+        `dict`: For each arm the mean loss in nats per token, the share of positions at which the most probable token
+        is the native one, and the share of the gap between no context and native that is recovered.
     """
     items = list(pieces(texts, target_tokenizer, context, continuation))
     losses, agreements = {}, {}
@@ -64,18 +65,17 @@ def measure(source, source_tokenizer, target, target_tokenizer, mapper, texts, c
             return cache
 
         arms = {
-            "native": (DynamicCache(config=target.config), ids, 0),
-            "translated": (translated(i), ids, context - 1),
-            "another document": (translated((i + 1) % len(items)), ids, context - 1),
+            "native": (DynamicCache(config=target.config), ids),
+            "translated": (translated(i), ids),
+            "another document": (translated((i + 1) % len(items)), ids),
             "no context": (
                 DynamicCache(config=target.config),
                 torch.cat([ids[:, :sinks], ids[:, context - 1 :]], 1),
-                0,
             ),
         }
         native_choice = None
-        for arm, (cache, arm_ids, start) in arms.items():
-            log_probs = score(target, cache, arm_ids, start)[-continuation:]
+        for arm, (cache, arm_ids) in arms.items():
+            log_probs = score(target, cache, arm_ids, continuation)
             choice = log_probs.argmax(-1)
             native_choice = choice if native_choice is None else native_choice
             losses.setdefault(arm, []).append(-log_probs.gather(-1, expected[:, None]).mean().item())

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, set_seed
 
 from hf_kvtransfer import KVMapper, SourceKV, TranslatedCache
+from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.demo_models import load_demo_model
 
 
@@ -23,7 +24,8 @@ NEW_TOKENS = 48
 def continuation_loss(model, input_ids, cache, known):
     """Mean loss in nats per token of the last `known` tokens, given a cache of some tokens that stand before them."""
     with torch.no_grad():
-        logits = model(input_ids[:, cache.get_seq_length() :], cache=cache).logits[0, -known - 1 : -1]
+        output = model(input_ids[:, cache.get_seq_length() :], **{cache_argument(model): cache})
+    logits = output.logits[0, -known - 1 : -1]
     return torch.nn.functional.cross_entropy(logits.float(), input_ids[0, -known:]).item()
 
 
@@ -61,9 +63,9 @@ def main():
     target.generate(first_tokens, max_new_tokens=2, do_sample=False)  # warm up
     for name, (make_cache, prompt, everything) in arms.items():
         start = time.perf_counter()
-        target.generate(prompt, max_new_tokens=1, do_sample=False, cache=make_cache())
+        target.generate(prompt, max_new_tokens=1, do_sample=False, **{cache_argument(target): make_cache()})
         first_token = time.perf_counter() - start
-        output = target.generate(prompt, **options, cache=make_cache())
+        output = target.generate(prompt, **options, **{cache_argument(target): make_cache()})
         loss = continuation_loss(target, everything, make_cache(), known)
         print(f"{name}: first token after {first_token:.2f} s, loss on the story's real ending {loss:.2f} nats/token")
         print(f"    {target_tokenizer.decode(output[0, prompt.shape[1] :])!r}\n")

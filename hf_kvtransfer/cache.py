@@ -186,8 +186,8 @@ class TranslatedCache(DynamicCache):
             Needed if the two models' tokenizers differ.
         input_ids (`torch.LongTensor`, *optional*):
             The target's ids of the prompt, `[batch, tokens]`, left-padded. By default the source's text through
-            `target_tokenizer`. Give it if the prompt is rendered differently on the two sides (chat templates) or the
-            rows of a batch go on at different places.
+            `target_tokenizer`. Give it if the prompt is rendered differently on the two sides (chat templates), or if
+            the rows of a batch go on at different places.
         attention_mask (`torch.LongTensor`, *optional*):
             Goes with `input_ids`.
         source_model (`PreTrainedModel`, *optional*), source_input_ids (`torch.LongTensor`, *optional*),
@@ -234,7 +234,7 @@ class TranslatedCache(DynamicCache):
         if not isinstance(source, SourceKV):
             if source_model is None or source_input_ids is None:
                 raise ValueError(
-                    f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids`, or a SourceKV."
+                    f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
                 )
             source = SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
         if not isinstance(mapper, KVMapper):
@@ -309,8 +309,8 @@ class TranslatedCache(DynamicCache):
         length = self.get_seq_length()
         if len(input_ids) != len(self.input_ids):
             raise BatchMismatchError(
-                f"The prompt has {len(input_ids)} rows, the translated cache {len(self.input_ids)}. Pass one prompt for "
-                "each row that the source has read."
+                f"The prompt has {len(input_ids)} rows, the translated cache {len(self.input_ids)}. Pass one prompt "
+                "for each row that the source has read."
             )
         if input_ids.shape[1] <= length:
             raise PrefixMismatchError(
@@ -324,7 +324,7 @@ class TranslatedCache(DynamicCache):
             row, column = differs.nonzero()[0].tolist()
             raise PrefixMismatchError(
                 f"Row {row} of the prompt has token {found[row, column].item()} at column {column}, the translated "
-                f"cache stands for token {expected[row, column].item()} there. Start each prompt with the context that "
-                "the source has read (left-padded), or pass the prompt as `input_ids` when making the cache."
+                f"cache stands for token {expected[row, column].item()} there. Start each prompt with the context "
+                "that the source has read (left-padded), or pass the prompt as `input_ids` when making the cache."
             )
         return {**inputs, self._argument: self}

@@ -8,15 +8,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 
-def cached_forward(
-    model: PreTrainedModel,
-    cache: Cache,
-    input_ids: torch.Tensor,
-    num_logits: int = 1,
-    **arguments: torch.Tensor | None,
-) -> torch.Tensor:
+def read_into_cache(
+    model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, **arguments: torch.Tensor | None
+) -> None:
     """
-    Let a model read tokens into a cache, without gradients.
+    Let a model read tokens for the sake of its cache: no gradients, and no logits where the model can do without.
 
     Args:
         model (`PreTrainedModel`):
@@ -25,29 +21,31 @@ def cached_forward(
             What it has read before; receives the new keys and values.
         input_ids (`torch.LongTensor`):
             `[batch, tokens]`, on any device.
-        num_logits (`int`, *optional*, defaults to 1):
-            Last tokens whose logits are computed, 0 for all.
         arguments (`torch.Tensor`, *optional*):
-            Further tensors for `forward`, such as `attention_mask` and `position_ids`.
-
-    Returns:
-        `torch.Tensor`: Logits, `[batch, num_logits, vocab_size]`.
+            Further tensors for `forward`, such as `attention_mask` and `position_ids`; left out if it takes none of
+            that name, as models without positions do.
     """
-    # The model inside a PEFT wrapper has the adapter's layers in it, and the signature to look at.
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(model.forward).parameters
+    decoder = unwrap(model).base_model
+    parameters = inspect.signature(decoder.forward).parameters
     device = input_device(model)
-    call: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in arguments.items()}
-    call[cache_argument(model)] = cache
-    if "logits_to_keep" in parameters:
-        call["logits_to_keep"] = num_logits
+    call: dict[str, Any] = {
+        name: None if value is None else value.to(device) for name, value in arguments.items() if name in parameters
+    }
+    call[cache_argument(decoder)] = cache
+    if "logits_to_keep" in parameters:  # the base model is the whole model
+        call["logits_to_keep"] = 1
     with torch.no_grad():
-        return model(input_ids=input_ids.to(device), use_cache=True, **call).logits
+        decoder(input_ids=input_ids.to(device), use_cache=True, **call)
+
+
+def unwrap(model: PreTrainedModel) -> PreTrainedModel:
+    """The model inside a PEFT wrapper: it has the adapter's layers in it, and the signature to look at."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def cache_argument(model: PreTrainedModel) -> str:
     """What `forward` and `generate` call their cache: transformers 5.24 renamed `past_key_values` to `cache`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(unwrap(model).forward).parameters else "past_key_values"
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

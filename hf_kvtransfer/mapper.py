@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -131,10 +132,11 @@ class KVMapper(PreTrainedModel):
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
         try:
             mapper, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise MapperFormatError(
                 f"No mapper can be loaded from {str(pretrained_model_name_or_path)!r}: {error} "
-                "A mapper is a folder or Hub repository with config.json and model.safetensors."
+                "A mapper is a folder or Hub repository with config.json and model.safetensors: check the name, or "
+                "download it again."
             ) from error
         problems = {
             "missing": sorted(info["missing_keys"]),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from .compat import read_into_cache
 from .errors import UnsupportedModelError
 
 
@@ -230,7 +231,9 @@ def _probe(model: PreTrainedModel) -> Probe:
             for module in model.modules():
                 hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, with_kwargs=True))
-            model(**_inputs(model, cache))
+            token_ids = torch.arange(NUM_PROBE_TOKENS)[None] % model.get_input_embeddings().weight.shape[0]
+            position_ids = torch.arange(FIRST_PROBE_POSITION, FIRST_PROBE_POSITION + NUM_PROBE_TOKENS)[None]
+            read_into_cache(model, cache, token_ids, position_ids=position_ids)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -303,28 +306,6 @@ def _check_cache_layers(cache: DynamicCache, model_class: str) -> None:
                 f"Layer {layer_idx} of {model_class} caches a {name}: a recurrent or compressed state, which does not "
                 "hold keys and values token by token and cannot be translated. Re-prefill this model."
             )
-
-
-def _inputs(model: PreTrainedModel, cache: DynamicCache) -> dict[str, Any]:
-    embeddings: Any = model.get_input_embeddings()
-    device = embeddings.weight.device
-    if device.type == "meta":
-        # Offloaded: at rest the weights are nowhere, so only accelerate's hook knows where the layer runs.
-        hook = getattr(embeddings, "_hf_hook", None)
-        devices = [getattr(h, "execution_device", None) for h in getattr(hook, "hooks", [hook])]
-        device = next((d for d in devices if d is not None), model.device)
-
-    parameters = inspect.signature(model.forward).parameters
-    token_ids = torch.arange(NUM_PROBE_TOKENS, device=device) % embeddings.weight.shape[0]
-    position_ids = torch.arange(FIRST_PROBE_POSITION, FIRST_PROBE_POSITION + NUM_PROBE_TOKENS, device=device)
-    inputs = {"input_ids": token_ids[None], "use_cache": True}
-    # transformers 5.24 renamed `past_key_values` to `cache`.
-    inputs["cache" if "cache" in parameters else "past_key_values"] = cache
-    if "position_ids" in parameters:
-        inputs["position_ids"] = position_ids[None]
-    if "logits_to_keep" in parameters:
-        inputs["logits_to_keep"] = 1
-    return inputs
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .alignment import character_spans, encode_with_spans
-from .compat import cached_forward
+from .compat import read_into_cache
 from .errors import BatchMismatchError, SourceCacheError
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
+from .padding import pad_rows, positions_from_mask
 from .rotary import Rotary
+from .spans import character_spans, encode_with_spans
 
 
 SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"
@@ -135,7 +136,7 @@ class SourceKV:
             model (`PreTrainedModel`):
                 The model that reads.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
-                Its tokenizer. May be `None` if `text` is token ids and the mapper is for models that share a tokenizer.
+                Its tokenizer. May be `None` if `text` is token ids and the two models share a tokenizer.
             text (`str`, `Sequence[str]` or `torch.LongTensor`):
                 The context, one or a batch, or its token ids `[batch, tokens]`, left-padded.
             attention_mask (`torch.LongTensor`, *optional*):
@@ -159,7 +160,9 @@ class SourceKV:
         Rotary.from_model(model).check_length(position_ids.max().item() + 1)
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        cached_forward(model, cache, input_ids, attention_mask=None if mask.all() else mask, position_ids=position_ids)
+        read_into_cache(
+            model, cache, input_ids, attention_mask=None if mask.all() else mask, position_ids=position_ids
+        )
         source_kv = cls.from_cache(
             cache,
             model,
@@ -192,7 +195,7 @@ class SourceKV:
             model (`PreTrainedModel`):
                 The model that filled it.
             input_ids (`torch.LongTensor`):
-                `[batch, tokens]`, exactly the tokens in the cache. After `generate` the last sampled token is not in it.
+                `[batch, tokens]`, exactly the tokens in the cache: after `generate` without the last sampled one.
             attention_mask (`torch.LongTensor`, *optional*):
                 `[batch, tokens]`, needed if rows are padded.
             position_ids (`torch.LongTensor`, *optional*):
@@ -280,7 +283,7 @@ class SourceKV:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != SOURCE_FORMAT:
                     raise SourceCacheError(f"{path} is not a saved SourceKV (format {metadata.get('format')!r}).")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             geometry = KVGeometry.from_dict(json.loads(metadata["geometry"]))
             text = json.loads(metadata["text"])
             ids, mask, positions = (tensors[name].cpu() for name in ("input_ids", "attention_mask", "position_ids"))
@@ -293,34 +296,6 @@ class SourceKV:
             if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
                 raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
         return cls(features, geometry, ids, mask, positions, text, spans, tokenizer_id, metadata["model_name"])
-
-
-def pad_rows(rows: Sequence[torch.Tensor | list]) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Stack rows of different lengths, padding on the left with zeros.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: `[batch, tokens, ...]` and the attention mask `[batch, tokens]`.
-    """
-    tensors = [torch.as_tensor(row) for row in rows]
-    length = max(len(row) for row in tensors)
-    padded = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
-    mask = torch.zeros(len(tensors), length, dtype=torch.long)
-    for i, row in enumerate(tensors):
-        padded[i, length - len(row) :] = row
-        mask[i, length - len(row) :] = 1
-    return padded, mask
-
-
-def unpad_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """The token ids of each row of a batch `[batch, tokens]`, without padding, on the CPU."""
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return [row[row_mask].cpu() for row, row_mask in zip(input_ids, mask.bool(), strict=True)]
-
-
-def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The position ids that `generate` derives from a mask: counted from each row's first token, 0 for padding."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def _mask_and_positions(
@@ -353,8 +328,8 @@ def _check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int
         )
     if len(cache.layers) != len(geometry.layers):
         raise SourceCacheError(
-            f"The source cache has {len(cache.layers)} layers, its model {len(geometry.layers)}: {geometry.describe()}. "
-            "Pass the model that filled the cache."
+            f"The source cache has {len(cache.layers)} layers, its model {len(geometry.layers)}: "
+            f"{geometry.describe()}. Pass the model that filled the cache."
         )
     if cache.get_seq_length() != num_tokens:
         raise SourceCacheError(
@@ -365,16 +340,16 @@ def _check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int
         if layer is None:
             continue
         keys = cache.layers[layer_idx].keys
-        expected = (batch_size, layer.num_key_value_heads, num_tokens, layer.key_head_dim)
-        found = None if keys is None else tuple(keys.shape)
-        if found is not None and found[:2] + found[3:] != expected[:2] + expected[3:]:
-            raise SourceCacheError(
-                f"Layer {layer_idx} of the source cache has keys of shape {list(found)}, expected {list(expected)}."
-            )
-        if found is None or found[2] < num_tokens:
-            held = 0 if found is None else found[2]
+        held = 0 if keys is None or not keys.numel() else keys.shape[2]
+        if held < num_tokens:
             raise SourceCacheError(
                 f"Layer {layer_idx} of the source cache holds {held} of {num_tokens} tokens: a sliding window, a "
                 "quantised or a compressed cache has dropped the others. Prefill with `SourceKV.prefill`, which keeps "
                 "them, or call `cache.activate_past_recording()` before the prefill."
+            )
+        expected = [batch_size, layer.num_key_value_heads, held, layer.key_head_dim]
+        if list(keys.shape) != expected:
+            raise SourceCacheError(
+                f"Layer {layer_idx} of the source cache has keys of shape {list(keys.shape)}, expected {expected}. "
+                "Pass the model that filled the cache, and one row of `input_ids` for each of its rows."
             )

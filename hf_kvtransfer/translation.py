@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .alignment import TokenAlignment, align_tokens, character_spans, encode_with_spans
-from .compat import cached_forward, input_device
+from .alignment import TokenAlignment, align_tokens
+from .compat import input_device, read_into_cache
 from .errors import (
     AlignmentError,
     BatchMismatchError,
@@ -17,8 +17,10 @@ from .errors import (
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
 from .mapper import KVMapper
+from .padding import pad_rows, positions_from_mask, unpad_rows
 from .rotary import Rotary
-from .source import SourceKV, pad_rows, positions_from_mask, unpad_rows
+from .source import SourceKV
+from .spans import character_spans, encode_with_spans
 
 
 # Below this share of target tokens with source text behind them the two sides do not stand for the same context.
@@ -208,9 +210,9 @@ class Translation:
         for side, found, expected, model_name in sides:
             if found != expected:
                 raise PairMismatchError(
-                    f"Mapper {name} was fitted for a {side} of {expected.describe()} ({getattr(config, side)['name']}), "
-                    f"but the {side} given ({model_name}) caches {found.describe()}. Use the mapper of this pair, or fit "
-                    "one with `fit_mapper`."
+                    f"Mapper {name} was fitted for a {side} of {expected.describe()} "
+                    f"({getattr(config, side)['name']}), but the {side} given ({model_name}) caches "
+                    f"{found.describe()}. Use the mapper of this pair, or fit one with `fit_mapper`."
                 )
         width = self.target.get_input_embeddings().embedding_dim
         if config.token_features not in (0, width):
@@ -300,7 +302,7 @@ class Translation:
         columns = self._first_token[:, None] + torch.arange(self.num_sinks)
         cache = DynamicCache(config=self.target.config)
         cache.activate_past_recording()  # also a window shorter than the sinks keeps them all
-        cached_forward(self.target, cache, self.input_ids.gather(1, columns))
+        read_into_cache(self.target, cache, self.input_ids.gather(1, columns))
         return [
             None if geometry is None else (layer.keys, layer.values)
             for geometry, layer in zip(self.geometry.layers, cache.layers, strict=True)

@@ -21,7 +21,7 @@ from hf_kvtransfer import KVGeometry, KVMapper, KVMapperConfig
 
 # A wide initialisation, so that attention and not only the last token decides what comes next.
 COMMON = {
-    "vocab_size": 128,
+    "vocab_size": 400,  # room for the tokenizers in tiny_tokenizers.py
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,

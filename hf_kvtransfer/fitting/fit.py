@@ -51,9 +51,10 @@ def fit_mapper(
         source (`PreTrainedModel`), target (`PreTrainedModel`):
             The two models.
         texts (`str`, `Path` or `Iterable`):
-            A JSONL or text file, the name of a dataset, or an iterable of strings; of token ids if the two models share
-            a vocabulary and no tokenizer is given.
-        source_tokenizer (`PreTrainedTokenizerBase`, *optional*), target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            A JSONL or text file, the name of a dataset, or an iterable of strings; of token ids if the two models
+            share a vocabulary and no tokenizer is given.
+        source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
+        target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The models' tokenizers. One is enough if they share it.
         num_source_layers (`int`, *optional*, defaults to 4):
             Source layers that each target layer reads, chosen by held-out explained variance.
@@ -116,17 +117,28 @@ def fit_mapper(
             progress.update(len(batch))
     _check_enough_text(blocks, train, held_out_sums, num_texts)
 
-    fits = {}
+    num_layers = len(geometries[1].layers)
+    weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    reports: list[dict | None] = [None] * num_layers
     for i, names in logging.tqdm(blocks.items(), desc="Solving layers"):
         groups = [slice(0, widths[i][0]), slice(widths[i][0], sum(widths[i]))]
-        fits[i] = fit_ridge(
-            *(_gaussian(moments, names, ("target", i)) for moments in (train, held_out_sums)), groups, ridge_strengths
-        )
-    num_layers = len(geometries[1].layers)
+        train_rows, held_out_rows = (_gaussian(moments, names, ("target", i)) for moments in (train, held_out_sums))
+        fit = fit_ridge(train_rows, held_out_rows, groups, ridge_strengths)
+        weight, bias = weights[i] = fit.weight.to(dtype), fit.bias.to(dtype)
+        reports[i] = {
+            "ridge_strengths": fit.strengths,
+            # Of the weights as they are saved, rounded.
+            "explained_variance": [
+                held_out_rows.explained_variance(weight[:, columns].double(), bias[columns].double(), columns)
+                for columns in groups
+            ],
+        }
     config = KVMapperConfig(
         source=_describe(source, geometries[0], source_tokenizer),
         target=_describe(target, geometries[1], target_tokenizer),
-        layers=[{"kind": "linear", "source_layers": selection[i]} if i in fits else None for i in range(num_layers)],
+        layers=[
+            {"kind": "linear", "source_layers": selection[i]} if i in weights else None for i in range(num_layers)
+        ],
         token_features=target.get_input_embeddings().embedding_dim if token_features else 0,
         sink_tokens=sink_tokens,
         fit={
@@ -135,20 +147,15 @@ def fit_mapper(
             "held_out_tokens": held_out_sums.count,
             "max_length": max_length,
             "seed": seed,
-            "layers": [
-                {"ridge_strengths": fits[i].strengths, "explained_variance": fits[i].explained_variance}
-                if i in fits
-                else None
-                for i in range(num_layers)
-            ],
+            "layers": reports,
         },
     )
-    mapper = KVMapper(config)
+    mapper = KVMapper(config).to(dtype)
     with torch.no_grad():
-        for i, fit in fits.items():
-            mapper.layers[i].weight.copy_(fit.weight.T)
-            mapper.layers[i].bias.copy_(fit.bias)
-    return mapper.to(dtype).eval().requires_grad_(False)
+        for i, (weight, bias) in weights.items():
+            mapper.layers[i].weight.copy_(weight.T)
+            mapper.layers[i].bias.copy_(bias)
+    return mapper.eval().requires_grad_(False)
 
 
 def _take(reader: PairedStates, stream: Iterator, num_tokens: int) -> list:
@@ -197,8 +204,8 @@ def _gaussian(moments: Moments, names: list, target: tuple) -> Gaussian:
     )
     if not (torch.isfinite(gaussian.cov_xx).all() and torch.isfinite(gaussian.cov_xy).all()):
         raise CalibrationError(
-            f"The states for target layer {target[1]} (read from {names}) hold NaN or Inf. Load both models in float32 "
-            "or bfloat16."
+            f"The states for target layer {target[1]} (read from {names}) hold NaN or Inf. Load both models in "
+            "float32 or bfloat16."
         )
     return gaussian
 

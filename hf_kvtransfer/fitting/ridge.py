@@ -82,7 +82,7 @@ def fit_ridge(
         groups (`Sequence[slice]`):
             Ranges of target columns, one after another, that each get a strength of their own.
         strengths (`Sequence[float]`, *optional*):
-            Candidates.
+            Candidates, from the strongest down.
 
     Raises:
         `torch.linalg.LinAlgError`: no strength makes the features' covariance positive definite.
@@ -97,6 +97,7 @@ def fit_ridge(
         factor, failed = torch.linalg.cholesky_ex(penalised)
         if failed:
             continue
+        better = False
         solution = torch.cholesky_solve(train.cov_xy / scale[:, None], factor) / scale[:, None]
         for i, columns in enumerate(groups):
             weight = solution[:, columns]
@@ -104,6 +105,9 @@ def fit_ridge(
             explained = held_out.explained_variance(weight, bias, columns)
             if best[i] is None or explained > best[i][0]:
                 best[i] = explained, strength, weight, bias
+                better = True
+        if not better:  # the error falls, then rises with the strength
+            break
     if None in best:
         raise torch.linalg.LinAlgError("The features' covariance is not positive definite at any ridge strength.")
     explained, chosen, weights, biases = zip(*best, strict=True)

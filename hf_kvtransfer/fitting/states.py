@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..alignment import align_tokens, encode_with_spans
+from ..alignment import align_tokens
 from ..compat import input_device
 from ..errors import CalibrationError
-from ..source import SourceKV, pad_rows
+from ..padding import pad_rows
+from ..source import SourceKV
+from ..spans import encode_with_spans
 
 
 # Batches are filled with texts of similar length out of this many batches, so that little is computed for padding.
@@ -26,7 +28,8 @@ class PairedStates:
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):
             The two models.
-        source_tokenizer (`PreTrainedTokenizerBase`, *optional*), target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+        source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
+        target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Their tokenizers, both `None` for texts that are token ids.
         token_features (`bool`):
             Whether to give `"tokens"`.

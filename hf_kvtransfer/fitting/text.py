@@ -19,7 +19,8 @@ def calibration_texts(texts: str | Path | Iterable) -> Iterable:
     Args:
         texts (`str`, `Path` or `Iterable`):
             A `.jsonl` file with a `text` field in each row, any other text file (cut at blank lines), the name of a
-            dataset for `datasets.load_dataset` (its `train` split, streamed), or an iterable of strings or of token ids.
+            dataset for `datasets.load_dataset` (its `train` split, streamed), or an iterable of strings or of token
+            ids.
 
     Raises:
         `CalibrationError`: a row has no text, or `datasets` is needed and not installed.
@@ -47,7 +48,7 @@ def _chunks(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as file:
         for blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
             chunk += "".join(lines)
-            if not blank and len(chunk) >= CHUNK_LENGTH:
+            if blank and len(chunk) >= CHUNK_LENGTH:
                 yield chunk
                 chunk = ""
     if chunk.strip():

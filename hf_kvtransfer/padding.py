@@ -1,0 +1,33 @@
+"""Rows of tokens of different lengths as one left-padded batch."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def pad_rows(rows: Sequence[torch.Tensor | list]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Stack rows of different lengths, padding on the left with zeros.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: `[batch, tokens, ...]` and the attention mask `[batch, tokens]`.
+    """
+    tensors = [torch.as_tensor(row) for row in rows]
+    length = max(len(row) for row in tensors)
+    padded = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
+    mask = torch.zeros(len(tensors), length, dtype=torch.long)
+    for i, row in enumerate(tensors):
+        padded[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = 1
+    return padded, mask
+
+
+def unpad_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """The token ids of each row of a batch `[batch, tokens]`, without padding, on the CPU."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return [row[row_mask].cpu() for row, row_mask in zip(input_ids, mask.bool(), strict=True)]
+
+
+def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The position ids that `generate` derives from a mask: counted from each row's first token, 0 for padding."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
