@@ -18,15 +18,15 @@ from hf_kvtransfer.demo_models import load_demo_model
 
 HERE = Path(__file__).parent
 MAPPER = HERE.parent / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 
 
 def continuation_loss(model, input_ids, cache, known):
     """Mean loss in nats per token of the last `known` tokens, given a cache of some tokens that stand before them."""
     with torch.no_grad():
-        output = model(input_ids[:, cache.get_seq_length() :], **{cache_argument(model): cache})
-    logits = output.logits[0, -known - 1 : -1]
-    return torch.nn.functional.cross_entropy(logits.float(), input_ids[0, -known:]).item()
+        new_ids = input_ids[:, cache.get_seq_length() :]
+        logits = model(new_ids, logits_to_keep=known + 1, **{cache_argument(model): cache}).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), input_ids[0, -known:]).item()
 
 
 def main():
@@ -52,7 +52,6 @@ def main():
         return DynamicCache(config=target.config)
 
     print(translated().report, "\n")
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": target_tokenizer.pad_token_id}
     # No context: the ending after the first tokens of the story only.
     ending_alone = torch.cat([first_tokens, whole[:, -known - 1 :]], dim=1)
     arms = {
@@ -60,13 +59,13 @@ def main():
         "Gemma after its own prefill": (native, inputs.input_ids, whole),
         "Gemma without the context": (native, ending_alone[:, :-known], ending_alone),
     }
-    target.generate(first_tokens, max_new_tokens=2, do_sample=False)  # warm up
-    for name, (make_cache, prompt, everything) in arms.items():
+    for name, (make_cache, prompt, prompt_and_ending) in arms.items():
         start = time.perf_counter()
-        target.generate(prompt, max_new_tokens=1, do_sample=False, **{cache_argument(target): make_cache()})
+        cache = {cache_argument(target): make_cache()}
+        output = target.generate(prompt, max_new_tokens=1, do_sample=False, **cache)
         first_token = time.perf_counter() - start
-        output = target.generate(prompt, **options, **{cache_argument(target): make_cache()})
-        loss = continuation_loss(target, everything, make_cache(), known)
+        output = target.generate(output, max_new_tokens=NEW_TOKENS - 1, do_sample=False, **cache)
+        loss = continuation_loss(target, prompt_and_ending, make_cache(), known)
         print(f"{name}: first token after {first_token:.2f} s, loss on the story's real ending {loss:.2f} nats/token")
         print(f"    {target_tokenizer.decode(output[0, prompt.shape[1] :])!r}\n")
 

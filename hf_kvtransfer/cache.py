@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +21,9 @@ class LayerTranslator(Protocol):
     def layer(
         self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @property
+    def default_placement(self) -> tuple[torch.device, torch.dtype]: ...
 
 
 @dataclasses.dataclass
@@ -101,13 +104,12 @@ class _PendingMixin(CacheLayerMixin):
         self._become_stock()
         if pending.length:
             self.lazy_initialization(keys, values)
-            self.keys, self.values = keys, values
+            self.__dict__.update(keys=keys, values=values)
 
     def _become_stock(self) -> None:
         del self.pending
         self.__class__ = self.stock_class
-        self.keys = self.values = None
-        self.is_initialized = False
+        self.__dict__.update(keys=None, values=None, is_initialized=False)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -237,9 +239,9 @@ class TranslatedCache(DynamicCache):
                     f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
                 )
             source = SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
-        if not isinstance(mapper, KVMapper):
+        if isinstance(mapper, str | Path):
             # In the dtype that the target computes in, so that no layer map is converted at every request.
-            mapper = KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype)
+            mapper = cast(KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype))
         super().__init__(config=target.config)
         translation = Translation(
             source,
@@ -255,8 +257,9 @@ class TranslatedCache(DynamicCache):
         self.report: TransferReport = translation.report
         self.input_ids = translation.input_ids
         self.attention_mask = translation.attention_mask
-        # Pending layers as they were before their first use, to go back to if a later layer fails.
-        self._taken: dict[int, dict] = {}
+        # Layers as they were before this forward pass, to go back to if a later one fails. Updates replace tensors.
+        self._before: dict[int, tuple[type, dict[str, Any]]] = {}
+        self._is_settled = False
         for layer_idx, geometry in enumerate(translation.geometry.layers):
             if geometry is not None and translation.length:
                 stock = self.layers[layer_idx]
@@ -264,28 +267,32 @@ class TranslatedCache(DynamicCache):
                 self.layers[layer_idx] = PENDING_LAYERS[type(stock)].from_stock(stock, pending)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, _PendingMixin):
+        if self._is_settled:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        before = {**vars(layer), "pending": dataclasses.replace(layer.pending)}
+        if layer_idx in self._before:
+            self._before.clear()  # another forward pass has begun
+        layer = self.layers[layer_idx]
+        cls, attributes = type(layer), dict(vars(layer))
+        if isinstance(layer, _PendingMixin):
+            attributes["pending"] = dataclasses.replace(layer.pending)
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException:
             self._restore()
             raise
-        self._taken[layer_idx] = before
+        self._before[layer_idx] = cls, attributes
         if not any(isinstance(layer, _PendingMixin) for layer in self.layers):
-            self._taken.clear()  # the last layer is translated: let go of the source
+            self._is_settled = True
+            self._before.clear()  # lets go of the source
         return states
 
     def _restore(self) -> None:
-        """Make pending again what this forward pass has translated, so that the cache can be asked again."""
-        for layer_idx, attributes in self._taken.items():
-            stock = self.layers[layer_idx]
-            twin = PENDING_LAYERS[type(stock)].__new__(PENDING_LAYERS[type(stock)])
-            twin.__dict__.update(attributes)
-            self.layers[layer_idx] = twin
-        self._taken.clear()
+        """Take back what this forward pass has done to layers, so that the cache can be asked again."""
+        for layer_idx, (cls, attributes) in self._before.items():
+            layer = object.__new__(cls)
+            layer.__dict__.update(attributes)
+            self.layers[layer_idx] = layer
+        self._before.clear()
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """

@@ -116,7 +116,7 @@ class KVMapper(PreTrainedModel):
         return self
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *model_args, **kwargs) -> "KVMapper":
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *model_args, **kwargs):
         """
         Load a mapper from a folder or the Hub.
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import BatchMismatchError
+
 
 def pad_rows(rows: Sequence[torch.Tensor | list]) -> tuple[torch.Tensor, torch.Tensor]:
     """
@@ -25,9 +27,20 @@ def pad_rows(rows: Sequence[torch.Tensor | list]) -> tuple[torch.Tensor, torch.T
 def unpad_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
     """The token ids of each row of a batch `[batch, tokens]`, without padding, on the CPU."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    check_left_padded(mask)
     return [row[row_mask].cpu() for row, row_mask in zip(input_ids, mask.bool(), strict=True)]
 
 
 def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """The position ids that `generate` derives from a mask: counted from each row's first token, 0 for padding."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def check_left_padded(attention_mask: torch.Tensor) -> None:
+    """Raise [`BatchMismatchError`] if a row has padding behind or between its tokens."""
+    wrong = (attention_mask[:, 1:] < attention_mask[:, :-1]).any(-1).nonzero()
+    if len(wrong):
+        raise BatchMismatchError(
+            f"Row {int(wrong[0])} of `attention_mask` has padding behind a token. Pad on the left: "
+            '`tokenizer(..., padding=True, padding_side="left")`.'
+        )

@@ -14,7 +14,7 @@ from .compat import read_into_cache
 from .errors import BatchMismatchError, SourceCacheError
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
-from .padding import pad_rows, positions_from_mask
+from .padding import check_left_padded, pad_rows, positions_from_mask
 from .rotary import Rotary
 from .spans import character_spans, encode_with_spans
 
@@ -105,7 +105,7 @@ class SourceKV:
         if self.text is not None:
             spans, text = self.spans[:, tokens].clone(), []
             for row, mask in enumerate(self.attention_mask[:, tokens].bool()):
-                begin, end = (spans[row, mask].min().item(), spans[row, mask].max().item()) if mask.any() else (0, 0)
+                begin, end = (int(spans[row, mask].min()), int(spans[row, mask].max())) if mask.any() else (0, 0)
                 text.append(self.text[row][begin:end])
                 spans[row, mask] -= begin
         return SourceKV(
@@ -157,7 +157,7 @@ class SourceKV:
             raise SourceCacheError("`text` has no tokens, there is nothing to prefill.")
         mask, position_ids = _mask_and_positions(input_ids, attention_mask, None)
         # A rotary embedding that depends on the length of the call is refused before the prefill is paid for.
-        Rotary.from_model(model).check_length(position_ids.max().item() + 1)
+        Rotary.from_model(model).check_length(int(position_ids.max()) + 1)
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
         read_into_cache(
@@ -211,7 +211,6 @@ class SourceKV:
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         mask, positions = _mask_and_positions(input_ids, attention_mask, position_ids)
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
-        rotary.check_length(positions.max().item() + 1)
         _check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions)
         features: list[torch.Tensor | None] = []
@@ -308,6 +307,7 @@ def _mask_and_positions(
             raise BatchMismatchError(
                 f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
             )
+    check_left_padded(mask)
     return mask, positions
 
 

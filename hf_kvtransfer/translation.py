@@ -1,6 +1,7 @@
 """One request: a source's keys and values, a mapper and a target, bound and checked. Knows both models."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -10,14 +11,12 @@ from .compat import input_device, read_into_cache
 from .errors import (
     AlignmentError,
     BatchMismatchError,
-    PairMismatchError,
     PrefixMismatchError,
-    TokenizerMismatchError,
 )
 from .geometry import KVGeometry
-from .identity import tokenizer_fingerprint
 from .mapper import KVMapper
 from .padding import pad_rows, positions_from_mask, unpad_rows
+from .pair import check_pair
 from .rotary import Rotary
 from .source import SourceKV
 from .spans import character_spans, encode_with_spans
@@ -100,9 +99,12 @@ class Translation:
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
     ):
+        for name, number in (("sink_tokens", sink_tokens), ("tail_tokens", tail_tokens)):
+            if number is not None and number < 0:
+                raise ValueError(f"`{name}` must be 0 or more, got {number}.")
         self.source_kv, self.mapper, self.target = source_kv, mapper, target
         self.geometry = KVGeometry.from_model(target)
-        self._check_pair(target_tokenizer)
+        check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
         rotary = Rotary.from_model(target)
 
         rows, alignments = self._align(target_tokenizer, input_ids, attention_mask)
@@ -110,11 +112,17 @@ class Translation:
         width = all_ids.shape[1]
         # Columns of the padded batch up to which the source can speak for each row.
         ends = [width - len(row) + alignment.last_aligned + 1 for row, alignment in zip(rows, alignments, strict=True)]
+        read = [alignment[: alignment.last_aligned + 1] for alignment in alignments]
+        coverage = sum(alignment.coverage for alignment in read) / len(read)
+        if coverage < MIN_COVERAGE:
+            raise AlignmentError(
+                f"Only {coverage:.0%} of the target's tokens are text that the source has read, at least "
+                f"{MIN_COVERAGE:.0%} are needed. Check that the prompt holds the source's context, or let the target "
+                "prefill."
+            )
         self.length = max(min(ends) - tail_tokens, 0)
         self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]
         position_ids = positions_from_mask(self.attention_mask)
-        if self.length:
-            rotary.check_length(position_ids.max().item() + 1)
         self._tables = rotary.at(position_ids)
 
         # Padding listens to whatever stands in its column.
@@ -128,27 +136,19 @@ class Translation:
 
         sink_tokens = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
         self._first_token = self.length - self.attention_mask.sum(-1)
-        self.num_sinks = min(sink_tokens, self.length - self._first_token.max().item()) if self.length else 0
+        self.num_sinks = min(sink_tokens, self.length - int(self._first_token.max())) if self.length else 0
         self._sinks = self._read_sinks()
         self._token_features: torch.Tensor | None = None
 
-        alignments = [alignment[: alignment.last_aligned + 1] for alignment in alignments]
-        coverage = sum(alignment.coverage for alignment in alignments) / len(alignments)
-        if coverage < MIN_COVERAGE:
-            raise AlignmentError(
-                f"Only {coverage:.0%} of the target's tokens are text that the source has read, at least "
-                f"{MIN_COVERAGE:.0%} are needed. Check that the prompt holds the source's context, or let the target "
-                "prefill."
-            )
-        tokens = self.attention_mask.sum().item()
+        tokens = int(self.attention_mask.sum())
         self.report = TransferReport(
             mapper=mapper.name,
-            source_tokens=source_kv.attention_mask.sum().item(),
+            source_tokens=int(source_kv.attention_mask.sum()),
             translated_tokens=tokens - self.num_sinks * self.batch_size,
             native_tokens=self.num_sinks * self.batch_size,
             held_back_tokens=sum(ends) - self.length * self.batch_size,
             coverage=coverage,
-            boundary_share=sum(alignment.boundary_share for alignment in alignments) / len(alignments),
+            boundary_share=sum(alignment.boundary_share for alignment in read) / len(read),
         )
 
     @property
@@ -201,44 +201,6 @@ class Translation:
                     states[row, :, begin - start : end - start] = sinks[row, :, begin - first : end - first]
         return keys, values
 
-    def _check_pair(self, target_tokenizer: PreTrainedTokenizerBase | None) -> None:
-        config, name = self.mapper.config, self.mapper.name
-        sides = (
-            ("source", self.source_kv.geometry, self.mapper.source_geometry, self.source_kv.model_name),
-            ("target", self.geometry, self.mapper.target_geometry, self.target.config._name_or_path),
-        )
-        for side, found, expected, model_name in sides:
-            if found != expected:
-                raise PairMismatchError(
-                    f"Mapper {name} was fitted for a {side} of {expected.describe()} "
-                    f"({getattr(config, side)['name']}), but the {side} given ({model_name}) caches "
-                    f"{found.describe()}. Use the mapper of this pair, or fit one with `fit_mapper`."
-                )
-        width = self.target.get_input_embeddings().embedding_dim
-        if config.token_features not in (0, width):
-            raise PairMismatchError(
-                f"Mapper {name} reads token embeddings of width {config.token_features}, those of the target "
-                f"({self.target.config._name_or_path}) are {width} wide. Use the mapper of this pair."
-            )
-        target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
-        expected_ids = config.source["tokenizer"], config.target["tokenizer"]
-        for side, found_id, expected_id in zip(
-            ("source", "target"), (self.source_kv.tokenizer_id, target_id), expected_ids, strict=True
-        ):
-            if found_id is None and expected_ids[0] == expected_ids[1]:
-                continue  # one tokenizer on both sides: token ids are enough
-            if found_id is None:
-                way = "target_tokenizer=" if side == "target" else "tokenizer= to SourceKV"
-                raise TokenizerMismatchError(
-                    f"Mapper {name} is for models with different tokenizers: pass the {side}'s tokenizer ({way})."
-                )
-            if expected_id is not None and found_id != expected_id:
-                raise TokenizerMismatchError(
-                    f"The {side}'s tokenizer (fingerprint {found_id}) is not the one that mapper {name} was fitted "
-                    f"with ({expected_id}): its vocabulary, merges, normalisation or added tokens differ. Load the "
-                    f"tokenizer of {getattr(config, side)['name']}, or fit a mapper for this one."
-                )
-
     def _align(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
@@ -260,7 +222,7 @@ class Translation:
             if one_to_one:
                 common = min(len(row), len(source_row))
                 differs = (row[:common] != source_row[:common]).nonzero()
-                common = differs[0].item() if len(differs) else common
+                common = int(differs[0]) if len(differs) else common
                 if not common:
                     raise PrefixMismatchError(
                         f"Row {i} of `input_ids` starts with {row[:8].tolist()}, the source has read "
@@ -280,11 +242,11 @@ class Translation:
 
     @torch.no_grad()
     def _map(self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        layer_map = self.mapper.layers[layer_idx].to(device)
+        layer_map: Any = self.mapper.layers[layer_idx].to(device)
         first, last, index = start, stop, None
         if self._source_index is not None:
             index = self._source_index[:, start:stop]
-            first, last = index.min().item(), index.max().item() + 1
+            first, last = int(index.min()), int(index.max()) + 1
             index = (index - first).to(device)
         features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
         token_features = None

@@ -249,6 +249,7 @@ def test_dtype_comes_from_the_target(model, mapper):
 def test_a_failing_layer_leaves_a_cache_that_can_be_asked_again(gemma, monkeypatch):
     ids = random_ids(gemma, 1, LENGTH)
     cache = translated(gemma, ids)
+    assert cache.layers[1].keys is not None  # translated already, and about to be appended to
     layer = Translation.layer
 
     def broken(self, layer_idx, *args):

@@ -100,6 +100,8 @@ def test_a_cache_of_another_model_or_batch_is_refused(gemma, llama):
         SourceKV.from_cache(filled(llama, ids), llama, ids.repeat(2, 1))
     with pytest.raises(BatchMismatchError, match="`attention_mask` has shape"):
         SourceKV.prefill(llama, None, ids, attention_mask=torch.ones(1, 9))
+    with pytest.raises(BatchMismatchError, match="Row 1 of `attention_mask` has padding behind a token"):
+        SourceKV.prefill(llama, None, ids.repeat(2, 1), attention_mask=(torch.arange(20) < 19).long().view(2, 10))
     with pytest.raises(SourceCacheError, match="no tokens"):
         SourceKV.prefill(llama, None, ids[:, :0])
 

@@ -8,6 +8,7 @@ from hf_kvtransfer import (
     KVGeometry,
     KVMapper,
     KVMapperConfig,
+    PairMismatchError,
     SourceKV,
     TokenizerMismatchError,
     TranslatedCache,
@@ -173,9 +174,16 @@ def test_a_cache_can_be_the_source_when_its_tokenizer_is_given(pair, mapper, tok
     torch.testing.assert_close(cache.layers[1].keys, expected.layers[1].keys)
 
 
+def test_negative_counts_are_refused(pair):
+    llama = pair[0]
+    source_kv = SourceKV.prefill(llama, None, random_ids(llama, 1, 9))
+    with pytest.raises(ValueError, match="`tail_tokens` must be 0 or more, got -1"):
+        TranslatedCache(source_kv, identity_mapper(llama), llama, tail_tokens=-1)
+
+
 def test_hidden_sizes_are_checked(pair):
     llama = pair[0]
     mapper = identity_mapper(llama)
     mapper.config.token_features = 32
-    with pytest.raises(Exception, match="token embeddings of width 32, those of the target .* are 64 wide"):
+    with pytest.raises(PairMismatchError, match="token embeddings of width 32, those of the target .* are 64 wide"):
         TranslatedCache(SourceKV.prefill(llama, None, random_ids(llama, 1, 9)), mapper, llama)

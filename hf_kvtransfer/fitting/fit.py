@@ -211,8 +211,9 @@ def _gaussian(moments: Moments, names: list, target: tuple) -> Gaussian:
 
 
 def _describe(model: PreTrainedModel, geometry: KVGeometry, tokenizer: PreTrainedTokenizerBase | None) -> dict:
+    name = model.config._name_or_path or type(model).__name__
     return {
-        "name": model.config._name_or_path or type(model).__name__,
+        "name": Path(name).name if Path(name).is_dir() else name,  # an artifact names no folders of this machine
         "geometry": geometry.to_dict(),
         "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
     }

@@ -110,5 +110,5 @@ def fit_ridge(
             break
     if None in best:
         raise torch.linalg.LinAlgError("The features' covariance is not positive definite at any ridge strength.")
-    explained, chosen, weights, biases = zip(*best, strict=True)
-    return RidgeFit(torch.cat(weights, 1), torch.cat(biases), list(chosen), list(explained))
+    scores, chosen, weights, biases = (list(column) for column in zip(*best, strict=True))
+    return RidgeFit(torch.cat(weights, 1), torch.cat(biases), chosen, scores)

@@ -42,12 +42,12 @@ class LayerScreening:
         seed: int = 0,
         width: int = 96,
     ):
-        self.candidates: list[Hashable] = [("source", i) for i in source_layers]
+        self.candidates: list[tuple[str, int]] = [("source", i) for i in source_layers]
         self.always: list[Hashable] = [TOKENS] * token_features
         self.target_layers = dict(target_layers)
         self.width = width
         self._generator = torch.Generator().manual_seed(seed)
-        self._projections: dict[tuple, torch.Tensor] = {}
+        self._projections: dict[Hashable, torch.Tensor] = {}
         self._columns: dict[Hashable, torch.Tensor] = {}
         self._train, self._held_out = (Moments([("x", "x"), ("x", "y")]) for _ in range(2))
 
@@ -90,7 +90,7 @@ class LayerScreening:
             keys, values = (min(width, self.width // 2) for width in widths)
             targets, start = slice(start, start + keys + values), start + keys + values
             groups = [slice(0, keys), slice(keys, keys + values)]
-            chosen: list[Hashable] = []
+            chosen: list[tuple[str, int]] = []
 
             def score(candidate: Hashable, chosen=chosen, targets=targets, groups=groups) -> float:
                 columns = torch.cat([self._columns[name] for name in (*self.always, *chosen, candidate)])

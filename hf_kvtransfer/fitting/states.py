@@ -91,8 +91,8 @@ class PairedStates:
         if self.target_tokenizer is None:
             if isinstance(text, str):
                 raise CalibrationError("`texts` are strings: pass `source_tokenizer` (and `target_tokenizer`).")
-            ids = torch.as_tensor(text)[: self.max_length]
-            return ids, len(ids)
+            token_ids = torch.as_tensor(text)[: self.max_length]
+            return token_ids, len(token_ids)
         if not isinstance(text, str):
             raise CalibrationError(
                 f"`texts` must be strings when there are tokenizers, got an item of type {type(text).__name__}."
@@ -120,17 +120,17 @@ class PairedStates:
             source = SourceKV.prefill(self.source, self.source_tokenizer, batch)
             target = SourceKV.prefill(self.target, self.target_tokenizer, batch)
         rows, source_columns, target_columns = [], [], []
-        for row in range(len(batch)):
-            first_source, first_target = ((len(kv) - kv.attention_mask[row].sum()).item() for kv in (source, target))
+        for number in range(len(batch)):
+            first_source, first_target = (len(kv) - int(kv.attention_mask[number].sum()) for kv in (source, target))
             kept = torch.arange(self.sink_tokens, len(target) - first_target)
             index = kept
             if self.target_tokenizer is not None:
                 alignment = align_tokens(
-                    source.text[row], source.row_spans(row), target.text[row], target.row_spans(row)
+                    source.text[number], source.row_spans(number), target.text[number], target.row_spans(number)
                 )
                 kept = kept[alignment.aligned[self.sink_tokens :]]
                 index = alignment.source_index[kept]
-            rows.append(torch.full_like(kept, row))
+            rows.append(torch.full_like(kept, number))
             source_columns.append(index + first_source)
             target_columns.append(kept + first_target)
         row, source_column, target_column = (torch.cat(parts) for parts in (rows, source_columns, target_columns))

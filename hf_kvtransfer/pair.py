@@ -1,0 +1,61 @@
+"""Is this the pair of models that a mapper was fitted for?"""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .errors import PairMismatchError, TokenizerMismatchError
+from .geometry import KVGeometry
+from .identity import tokenizer_fingerprint
+from .mapper import KVMapper
+from .source import SourceKV
+
+
+def check_pair(
+    mapper: KVMapper,
+    source_kv: SourceKV,
+    target: PreTrainedModel,
+    target_geometry: KVGeometry,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """
+    Check that a mapper was fitted for the models and tokenizers that it is to be used with.
+
+    Raises:
+        `PairMismatchError`: a model caches something of another shape, or its embeddings are of another width.
+        `TokenizerMismatchError`: a tokenizer is another one, or is needed and was not given.
+    """
+    config, name = mapper.config, mapper.name
+    sides = (
+        ("source", source_kv.geometry, mapper.source_geometry, source_kv.model_name),
+        ("target", target_geometry, mapper.target_geometry, target.config._name_or_path),
+    )
+    for side, found, expected, model_name in sides:
+        if found != expected:
+            raise PairMismatchError(
+                f"Mapper {name} was fitted for a {side} of {expected.describe()} "
+                f"({getattr(config, side)['name']}), but the {side} given ({model_name}) caches "
+                f"{found.describe()}. Use the mapper of this pair, or fit one with `fit_mapper`."
+            )
+    width = target.get_input_embeddings().embedding_dim
+    if config.token_features not in (0, width):
+        raise PairMismatchError(
+            f"Mapper {name} reads token embeddings of width {config.token_features}, those of the target "
+            f"({target.config._name_or_path}) are {width} wide. Use the mapper of this pair."
+        )
+    target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
+    expected_ids = config.source["tokenizer"], config.target["tokenizer"]
+    for side, found_id, expected_id in zip(
+        ("source", "target"), (source_kv.tokenizer_id, target_id), expected_ids, strict=True
+    ):
+        if found_id is None and expected_ids[0] == expected_ids[1]:
+            continue  # one tokenizer on both sides: token ids are enough
+        if found_id is None:
+            way = "target_tokenizer=" if side == "target" else "tokenizer= to SourceKV"
+            raise TokenizerMismatchError(
+                f"Mapper {name} is for models with different tokenizers: pass the {side}'s tokenizer ({way})."
+            )
+        if expected_id is not None and found_id != expected_id:
+            raise TokenizerMismatchError(
+                f"The {side}'s tokenizer (fingerprint {found_id}) is not the one that mapper {name} was fitted "
+                f"with ({expected_id}): its vocabulary, merges, normalisation or added tokens differ. Load the "
+                f"tokenizer of {getattr(config, side)['name']}, or fit a mapper for this one."
+            )
