@@ -289,7 +289,7 @@ class TranslatedCache(DynamicCache):
     def _restore(self) -> None:
         """Take back what this forward pass has done to layers, so that the cache can be asked again."""
         for layer_idx, (cls, attributes) in self._before.items():
-            layer = object.__new__(cls)
+            layer: Any = object.__new__(cls)
             layer.__dict__.update(attributes)
             self.layers[layer_idx] = layer
         self._before.clear()
