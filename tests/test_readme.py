@@ -27,7 +27,7 @@ def hub(tokenizers, tmp_path_factory):
     for name, (model, tokenizer) in models.items():
         model.save_pretrained(root / name)
         tokenizers[tokenizer].save_pretrained(root / name)
-    (root / "calibration.txt").write_text("\n\n".join(CONTEXT.split("\n\n") * 3), encoding="utf-8")
+    (root / "calibration.txt").write_text("\n\n".join(CONTEXT.split("\n\n") * 20), encoding="utf-8")
     mapper = fit_mapper(
         models["org/source"][0],
         models["org/target"][0],

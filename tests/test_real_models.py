@@ -34,8 +34,7 @@ def mapper():
 
 
 def test_most_of_the_gap_is_recovered(smollm2, gemma, mapper):
-    paragraphs = STORY.split("\n\n")
-    texts = ["\n\n".join(paragraphs[i : i + 3]) for i in (0, 2, 4)]
+    texts = [STORY, *((ROOT / name).read_text(encoding="utf-8") for name in ("mappers/README.md", "LICENSE"))]
     arms = measure(*smollm2, *gemma, mapper, texts, context=256, continuation=64)["arms"]
     assert arms["translated"]["gap_recovered"] > 0.6
     assert arms["translated"]["agreement"] > arms["no context"]["agreement"] + 0.1

@@ -103,6 +103,7 @@ def fit_mapper(
         batches = list(reader.batches(first_texts, batch_size, held_out_every))
         for held_out, batch in logging.tqdm(batches, desc="Choosing source layers"):
             screening.add(reader.read(batch), held_out)
+        _check_enough_text(1, *screening.counts, len(first_texts))
         selection = screening.select(num_source_layers)
     else:
         selection = dict.fromkeys(target_layers, source_layers)
@@ -115,7 +116,8 @@ def fit_mapper(
             (held_out_sums if held_out else train).add(reader.read(batch))
             num_texts += len(batch)
             progress.update(len(batch))
-    _check_enough_text(blocks, train, held_out_sums, num_texts)
+    num_features = max(train.width(names) for names in blocks.values()) if train.count else 1
+    _check_enough_text(num_features, train.count, held_out_sums.count, num_texts)
 
     num_layers = len(geometries[1].layers)
     weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -185,12 +187,11 @@ def _pairs(blocks: dict[int, list]) -> dict:
     return pairs
 
 
-def _check_enough_text(blocks: dict[int, list], train: Moments, held_out: Moments, num_texts: int) -> None:
-    needed = 2 * max(train.width(names) for names in blocks.values()) if train.count else 1
-    if train.count < needed or not held_out.count:
+def _check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:
+    if num_train < 2 * num_features or not num_held_out:
         raise CalibrationError(
-            f"{num_texts} texts gave {train.count} tokens to fit on and {held_out.count} held out; with this many "
-            f"features at least {needed} are needed. Give more text, or lower `num_source_layers`."
+            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out; {num_features} "
+            f"features need at least {2 * num_features} and some held out. Give more text, or lower `num_source_layers`."
         )
 
 

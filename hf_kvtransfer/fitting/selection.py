@@ -71,6 +71,11 @@ class LayerScreening:
             self._projections[name] = torch.randn(rows.shape[1], width, generator=self._generator) / width**0.5
         return rows.float() @ self._projections[name].to(rows.device)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Rows taken in to fit on, and held out."""
+        return self._train.count, self._held_out.count
+
     def select(self, num_layers: int) -> dict[int, list[int]]:
         """
         Args:

@@ -101,3 +101,9 @@ def test_states_that_are_not_finite_are_refused():
     texts[20, 30] = 399
     with pytest.raises(CalibrationError, match="target layer 0 .* NaN or Inf"):
         fit_mapper(source, target, list(texts), num_source_layers=4)
+
+
+def test_too_few_texts_to_choose_layers_on_are_refused():
+    source = tiny_model("llama")
+    with pytest.raises(CalibrationError, match="9 texts gave .* and 0 held out"):
+        fit_mapper(source, plant(source), list(random_ids(source, 9, 60)), num_source_layers=1)
