@@ -190,8 +190,9 @@ def _pairs(blocks: dict[int, list]) -> dict:
 def _check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:
     if num_train < 2 * num_features or not num_held_out:
         raise CalibrationError(
-            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out; {num_features} "
-            f"features need at least {2 * num_features} and some held out. Give more text, or lower `num_source_layers`."
+            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out. For {num_features} "
+            f"features at least {2 * num_features} are needed, and some held out: give more text, or lower "
+            "`num_source_layers`."
         )
 
 

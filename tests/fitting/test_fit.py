@@ -82,9 +82,9 @@ def test_same_seed_same_mapper():
 def test_bad_text_is_refused(tokenizers):
     source = tiny_model("llama")
     target = plant(source)
-    with pytest.raises(CalibrationError, match="Give more text"):
+    with pytest.raises(CalibrationError, match="give more text"):
         fit_mapper(source, target, list(random_ids(source, 10, 12)))
-    with pytest.raises(CalibrationError, match="Give more text"):
+    with pytest.raises(CalibrationError, match="give more text"):
         fit_mapper(source, target, [])
     with pytest.raises(CalibrationError, match="pass `source_tokenizer`"):
         fit_mapper(source, target, ["text"])
