@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedModelError
-from .probe import Probe, RotaryCall, probe_model
+from .probe import Probe, probe_model
+from .rotary_call import RotaryCall
 from .rotary_layout import LayerRotary, compact, detect, turn
 
 

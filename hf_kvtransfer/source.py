@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from .compat import read_into_cache
+from .completeness import check_holds_every_token
 from .errors import BatchMismatchError, SourceCacheError
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
@@ -211,7 +212,7 @@ class SourceKV:
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         mask, positions = _mask_and_positions(input_ids, attention_mask, position_ids)
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
-        _check_holds_every_token(cache, geometry, *input_ids.shape)
+        check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions)
         features: list[torch.Tensor | None] = []
         for layer_idx, layer in enumerate(geometry.layers):
@@ -318,38 +319,3 @@ def _heads(states: torch.Tensor, layer) -> tuple[torch.Tensor, torch.Tensor]:
     keys = states[..., :width].view(batch, tokens, heads, layer.key_head_dim)
     values = states[..., width:].view(batch, tokens, heads, layer.value_head_dim)
     return keys.transpose(1, 2), values.transpose(1, 2)
-
-
-def _check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int, num_tokens: int) -> None:
-    if getattr(cache, "is_translation", False):
-        raise SourceCacheError(
-            "The source cache is a TranslatedCache. A translation of a translation loses too much: use the cache of "
-            "the model that read the tokens."
-        )
-    if len(cache.layers) != len(geometry.layers):
-        raise SourceCacheError(
-            f"The source cache has {len(cache.layers)} layers, its model {len(geometry.layers)}: "
-            f"{geometry.describe()}. Pass the model that filled the cache."
-        )
-    if cache.get_seq_length() != num_tokens:
-        raise SourceCacheError(
-            f"The source cache stands for {cache.get_seq_length()} tokens, `input_ids` has {num_tokens}. Pass exactly "
-            "the tokens that the cache holds; after `generate` the last sampled token is not in it."
-        )
-    for layer_idx, layer in enumerate(geometry.layers):
-        if layer is None:
-            continue
-        keys = cache.layers[layer_idx].keys
-        held = 0 if keys is None or not keys.numel() else keys.shape[2]
-        if held < num_tokens:
-            raise SourceCacheError(
-                f"Layer {layer_idx} of the source cache holds {held} of {num_tokens} tokens: a sliding window, a "
-                "quantised or a compressed cache has dropped the others. Prefill with `SourceKV.prefill`, which keeps "
-                "them, or call `cache.activate_past_recording()` before the prefill."
-            )
-        expected = [batch_size, layer.num_key_value_heads, held, layer.key_head_dim]
-        if list(keys.shape) != expected:
-            raise SourceCacheError(
-                f"Layer {layer_idx} of the source cache has keys of shape {list(keys.shape)}, expected {expected}. "
-                "Pass the model that filled the cache, and one row of `input_ids` for each of its rows."
-            )

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -116,10 +118,17 @@ def test_batch_and_beams(model, mapper):
     assert_native(model, ids, translated(model, ids, mapper), **beams)
 
 
-def test_sampling_and_chunked_prefill(gemma):
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.22"), reason="before 5.22 wrong with any prefilled cache"
+)
+def test_chunked_prefill(gemma):
     ids = random_ids(gemma, 2, LENGTH)
     prompt = torch.cat([ids, random_ids(gemma, 2, 7, seed=8)], 1)
     assert_native(gemma, prompt, translated(gemma, ids), prefill_chunk_size=3)
+
+
+def test_sampling(gemma):
+    ids = random_ids(gemma, 2, LENGTH)
     cache = translated(gemma, ids)
     torch.manual_seed(0)
     native = gemma.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=2)
