@@ -59,6 +59,7 @@ def main():
         "Gemma after its own prefill": (native, inputs.input_ids, whole),
         "Gemma without the context": (native, ending_alone[:, :-known], ending_alone),
     }
+    target.generate(first_tokens, max_new_tokens=2, do_sample=False)  # warm up
     for name, (make_cache, prompt, prompt_and_ending) in arms.items():
         start = time.perf_counter()
         cache = {cache_argument(target): make_cache()}
