@@ -111,6 +111,9 @@ class PairedStates:
         Returns:
             `dict`: For each block `[rows, width]`, one row for each target token after the sinks behind which a source
             token stands, in the models' dtypes.
+
+        Raises:
+            `CalibrationError`: a model's states are not finite.
         """
         if self.target_tokenizer is None:
             ids, mask = pad_rows(batch)
@@ -138,7 +141,13 @@ class PairedStates:
         for side, kv, column in (("source", source, source_column), ("target", target, target_column)):
             for layer_idx, states in enumerate(kv.features):
                 if states is not None:
-                    blocks[side, layer_idx] = states[row.to(states.device), column.to(states.device)]
+                    states = states[row.to(states.device), column.to(states.device)]
+                    if not torch.isfinite(states).all():
+                        raise CalibrationError(
+                            f"The keys and values of {side} layer {layer_idx} hold NaN or Inf, in a batch that begins "
+                            f"with {batch[0][:60]!r}. Load both models in float32 or bfloat16."
+                        )
+                    blocks[side, layer_idx] = states
         if self.token_features:
             with torch.no_grad():
                 token_ids = target.input_ids[row, target_column].to(input_device(self.target))

@@ -99,8 +99,9 @@ def test_states_that_are_not_finite_are_refused():
     target.model.embed_tokens.weight.data[399] = torch.inf
     texts = random_ids(source, 24, 60)
     texts[20, 30] = 399
-    with pytest.raises(CalibrationError, match="target layer 0 .* NaN or Inf"):
-        fit_mapper(source, target, list(texts), num_source_layers=4)
+    for num_source_layers in (1, 4):  # with and without choosing layers first
+        with pytest.raises(CalibrationError, match="target layer 0 hold NaN or Inf"):
+            fit_mapper(source, target, list(texts), num_source_layers=num_source_layers)
 
 
 def test_too_few_texts_to_choose_layers_on_are_refused():
