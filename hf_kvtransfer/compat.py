@@ -43,6 +43,11 @@ def unwrap(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def model_name(model: PreTrainedModel) -> str:
+    """What to call a model in messages and configs: where it was loaded from, or its class."""
+    return model.config._name_or_path or type(model).__name__
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What `forward` and `generate` call their cache: transformers 5.24 renamed `past_key_values` to `cache`."""
     return "cache" if "cache" in inspect.signature(unwrap(model).forward).parameters else "past_key_values"

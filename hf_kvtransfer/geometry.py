@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass
 from itertools import groupby
 
+import torch
 from transformers import PreTrainedModel
 
 from .probe import probe_model
@@ -27,6 +28,23 @@ class LayerGeometry:
     key_head_dim: int
     value_head_dim: int
     sliding_window: int | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The number of scalars that the layer caches for one token, as keys and as values."""
+        return self.num_key_value_heads * self.key_head_dim, self.num_key_value_heads * self.value_head_dim
+
+    def split_heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            states (`torch.Tensor` of shape `[batch, tokens, features]`):
+                For each token the keys then the values of all heads.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Keys and values, views `[batch, heads, tokens, head_dim]`.
+        """
+        keys, values = (part.unflatten(-1, (self.num_key_value_heads, -1)) for part in states.split(self.widths, -1))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class KVGeometry:
     def num_features(self, layer_idx: int) -> int:
         """The number of scalars that a layer caches for one token, keys and values together; 0 if it caches none."""
         layer = self.layers[layer_idx]
-        return 0 if layer is None else layer.num_key_value_heads * (layer.key_head_dim + layer.value_head_dim)
+        return 0 if layer is None else sum(layer.widths)
 
     def to_dict(self) -> dict:
         """

@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .compat import model_name
 from .errors import PairMismatchError, TokenizerMismatchError
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
@@ -26,20 +27,20 @@ def check_pair(
     config, name = mapper.config, mapper.name
     sides = (
         ("source", source_kv.geometry, mapper.source_geometry, source_kv.model_name),
-        ("target", target_geometry, mapper.target_geometry, target.config._name_or_path),
+        ("target", target_geometry, mapper.target_geometry, model_name(target)),
     )
-    for side, found, expected, model_name in sides:
+    for side, found, expected, name_found in sides:
         if found != expected:
             raise PairMismatchError(
                 f"Mapper {name} was fitted for a {side} of {expected.describe()} "
-                f"({getattr(config, side)['name']}), but the {side} given ({model_name}) caches "
+                f"({getattr(config, side)['name']}), but the {side} given ({name_found}) caches "
                 f"{found.describe()}. Use the mapper of this pair, or fit one with `fit_mapper`."
             )
     width = target.get_input_embeddings().embedding_dim
     if config.token_features not in (0, width):
         raise PairMismatchError(
             f"Mapper {name} reads token embeddings of width {config.token_features}, those of the target "
-            f"({target.config._name_or_path}) are {width} wide. Use the mapper of this pair."
+            f"({model_name(target)}) are {width} wide. Use the mapper of this pair."
         )
     target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
     expected_ids = config.source["tokenizer"], config.target["tokenizer"]

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .compat import read_into_cache
+from .compat import model_name, read_into_cache
 from .completeness import check_holds_every_token
 from .errors import BatchMismatchError, SourceCacheError
 from .geometry import KVGeometry
 from .identity import tokenizer_fingerprint
-from .padding import check_left_padded, pad_rows, positions_from_mask
+from .padding import check_left_padded, pad_rows, positions_from_mask, unpad_rows
 from .rotary import Rotary
 from .spans import character_spans, encode_with_spans
 
@@ -83,11 +83,11 @@ class SourceKV:
 
     def key_states(self, layer_idx: int) -> torch.Tensor:
         """Position-free keys of a layer, `[batch, heads, tokens, head_dim]`, a view."""
-        return _heads(self.features[layer_idx], self.geometry.layers[layer_idx])[0]
+        return self.geometry.layers[layer_idx].split_heads(self.features[layer_idx])[0]
 
     def value_states(self, layer_idx: int) -> torch.Tensor:
         """Values of a layer, `[batch, heads, tokens, head_dim]`, a view."""
-        return _heads(self.features[layer_idx], self.geometry.layers[layer_idx])[1]
+        return self.geometry.layers[layer_idx].split_heads(self.features[layer_idx])[1]
 
     def row_spans(self, row: int) -> list[tuple[int, int]]:
         """Characters of each token of a row, padding left out."""
@@ -223,16 +223,13 @@ class SourceKV:
             keys, values = cache.layers[layer_idx].keys.detach(), cache.layers[layer_idx].values.detach()
             keys, values = keys[:, :, : input_ids.shape[1]], values[:, :, : input_ids.shape[1]]
             states = keys.new_empty(*input_ids.shape, geometry.num_features(layer_idx))
-            key_view, value_view = _heads(states, layer)
+            key_view, value_view = layer.split_heads(states)
             tables.remove(keys, layer_idx, out=key_view)
             value_view.copy_(values)
             features.append(states)
         text, spans = None, None
         if tokenizer is not None:
-            decoded = [
-                character_spans(tokenizer, row[row_mask].tolist())
-                for row, row_mask in zip(input_ids, mask.bool(), strict=True)
-            ]
+            decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
             text = [row for row, _ in decoded]
             spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
         return cls(
@@ -244,7 +241,7 @@ class SourceKV:
             text,
             spans,
             None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            model.config._name_or_path or type(model).__name__,
+            model_name(model),
         )
 
     def save(self, path: str | Path) -> None:
@@ -310,12 +307,3 @@ def _mask_and_positions(
             )
     check_left_padded(mask)
     return mask, positions
-
-
-def _heads(states: torch.Tensor, layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of `[batch, tokens, features]` as views `[batch, heads, tokens, head_dim]`."""
-    batch, tokens, _ = states.shape
-    heads, width = layer.num_key_value_heads, layer.num_key_value_heads * layer.key_head_dim
-    keys = states[..., :width].view(batch, tokens, heads, layer.key_head_dim)
-    values = states[..., width:].view(batch, tokens, heads, layer.value_head_dim)
-    return keys.transpose(1, 2), values.transpose(1, 2)

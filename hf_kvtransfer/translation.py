@@ -189,11 +189,9 @@ class Translation:
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
         if mapped < stop:
-            states = self._map(layer_idx, mapped, stop, device, dtype)
-            key_states, value_states = states.split([heads * layer.key_head_dim, heads * layer.value_head_dim], dim=-1)
-            key_states = key_states.unflatten(-1, (heads, -1)).transpose(1, 2)
+            key_states, value_states = layer.split_heads(self._map(layer_idx, mapped, stop, device, dtype))
             self._tables.apply(key_states, layer_idx, mapped, stop, out=keys[:, :, mapped - start :])
-            values[:, :, mapped - start :] = value_states.unflatten(-1, (heads, -1)).transpose(1, 2)
+            values[:, :, mapped - start :] = value_states
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
             if begin < end:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..compat import model_name
 from ..errors import CalibrationError
 from ..geometry import KVGeometry
 from ..identity import tokenizer_fingerprint
@@ -92,7 +93,7 @@ def fit_mapper(
     source_layers, target_layers = (
         [i for i, layer in enumerate(geometry.layers) if layer is not None] for geometry in geometries
     )
-    widths = {i: _key_and_value_width(geometries[1], i) for i in target_layers}
+    widths = {i: geometries[1].layers[i].widths for i in target_layers}
     reader = PairedStates(source, target, source_tokenizer, target_tokenizer, token_features, sink_tokens, max_length)
     stream = iter(calibration_texts(texts))
     first_texts: list = []
@@ -173,11 +174,6 @@ def _length(texts: Any) -> int | None:
     return len(texts) if isinstance(texts, Sequence) and not isinstance(texts, str) else None
 
 
-def _key_and_value_width(geometry: KVGeometry, layer_idx: int) -> tuple[int, int]:
-    layer = geometry.layers[layer_idx]
-    return layer.num_key_value_heads * layer.key_head_dim, layer.num_key_value_heads * layer.value_head_dim
-
-
 def _pairs(blocks: dict[int, list]) -> dict:
     """Which products the solves need: features with features, and with their target layer."""
     pairs: dict = {}
@@ -207,7 +203,7 @@ def _gaussian(moments: Moments, names: list, target: tuple) -> Gaussian:
 
 
 def _describe(model: PreTrainedModel, geometry: KVGeometry, tokenizer: PreTrainedTokenizerBase | None) -> dict:
-    name = model.config._name_or_path or type(model).__name__
+    name = model_name(model)
     return {
         "name": Path(name).name if Path(name).is_dir() else name,  # an artifact names no folders of this machine
         "geometry": geometry.to_dict(),
