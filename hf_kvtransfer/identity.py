@@ -1,110 +1,210 @@
-"""Fingerprints: is this the tokenizer that a mapper was fitted with?"""
+"""Is this the model that a mapper was fitted for and measured on?"""
 
-from __future__ import annotations
-
-import hashlib
+import dataclasses
 import json
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from .errors import TokenizerMismatchError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
-
-
-# What decides which ids a text becomes. The rest of a tokenizer (truncation, padding, post-processor, decoder, chat
-# template) can differ, for instance in whether a BOS is put in front, without any id meaning something else.
-_IDENTITY_MEMBERS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-
-_fingerprints: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, str]] = WeakKeyDictionary()
+from .compat import public_name
+from .errors import UnsupportedModelError
+from .geometry import KVGeometry
+from .model_tensors import ModelTensors
+from .rotary import Rotary
+from .tokenizer_identity import tokenizer_fingerprint
+from .weights_identity import Samples, TensorSample, compare_samples, sample_tensors, sample_weights
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """
-    Says whether two tokenizers turn the same text into the same ids, whatever files they were loaded from.
+# Also says where the samples are taken: it changes when these places do.
+IDENTITY_FORMAT = "hf-kvtransfer-identity-1"
 
-    The vocabulary with its merges or scores, the normalizer, the pre-tokenizer and the added tokens count. The BOS
-    policy, truncation, padding, decoder and chat template do not.
+# Frequencies are computed when a model is loaded, and not by each device to the same last bit.
+_ROTARY_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What distinguishes a model from the one that something is known about.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            A fast tokenizer, one that holds a `tokenizers.Tokenizer`.
-
-    Returns:
-        `str`: 32 hexadecimal digits.
-
-    Raises:
-        TokenizerMismatchError: The tokenizer is not a fast one, or contains components written in Python, which
-            cannot be compared.
+        part (`str`):
+            `"tokenizer"`, `"weights"`, `"adapters"`, `"rotary"` or `"geometry"`.
+        status (`str`):
+            `"changed"`, or `"unverified"` where a comparison is impossible, as of quantised with other weights.
+        detail (`str`):
+            Which ones, for people: `"model.norm.weight and 4 others differ"`.
     """
-    backend = _backend(tokenizer)
-    # Reading the whole vocabulary takes half a second for 262k tokens, too long for each handoff.
-    state = (len(tokenizer), _component_state(backend.normalizer), _component_state(backend.pre_tokenizer))
-    cached = _fingerprints.get(tokenizer)
-    if cached is not None and cached[0] == state:
-        return cached[1]
-    try:
-        serialized = backend.to_str()
-    except Exception as error:  # `tokenizers` raises a bare Exception for components written in Python
-        raise _not_comparable(tokenizer, error) from error
-    fingerprint = _fingerprint(serialized)
-    _fingerprints[tokenizer] = (state, fingerprint)
-    return fingerprint
+
+    part: str
+    status: str
+    detail: str
 
 
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
-    if not hasattr(backend, "to_str"):
-        raise TokenizerMismatchError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer, so its vocabulary and rules cannot be compared with "
-            "those that a mapper was fitted with. Load the tokenizer with `AutoTokenizer.from_pretrained(...)` from a "
-            "folder that holds a `tokenizer.json`, or convert it once and save it with `save_pretrained`."
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What makes a model the one it is, and its tokenizer, whatever files, devices and dtypes they are in.
+
+    Args:
+        name (`str`):
+            For messages. It is never compared.
+        tokenizer (`str`, *optional*):
+            [`tokenizer_fingerprint`] of the tokenizer, if it was given.
+        geometry ([`KVGeometry`]):
+            What the model caches.
+        rope_parameters (`dict`, *optional*):
+            Those of the config.
+        rotary (`Mapping[str, TensorSample]`):
+            Samples of the buffers of the live rotary modules.
+        weights (`Mapping[str, TensorSample]`):
+            Samples of all parameters, without adapters.
+        adapters (`dict[str, Mapping[str, TensorSample]]`):
+            Samples of the active adapters, by name.
+    """
+
+    name: str
+    tokenizer: str | None
+    geometry: KVGeometry
+    rope_parameters: dict | None
+    rotary: Samples
+    weights: Samples
+    adapters: dict[str, Samples]
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "ModelIdentity":
+        """
+        Reads a few elements of each parameter, anew at each call: weights can change in place without a trace. Only
+        what accelerate keeps on disk is read once for each model.
+
+        Args:
+            model ([`~transformers.PreTrainedModel`]):
+                A live model. The first time, it runs on 8 tokens.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*):
+                Its tokenizer. Without it that part is not compared.
+
+        Raises:
+            [`UnsupportedModelError`]: if it is not a model whose cache can be translated, or has no data.
+            [`TokenizerMismatchError`]: if the tokenizer cannot be compared with another.
+        """
+        # Both run the model if it has not run before, which can change how quantised weights are stored.
+        geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
+        tensors = ModelTensors.from_model(model, [call.module for call in rotary.calls])
+        frequencies = tensors.rotary
+        if _depends_on_length(rotary):
+            # Exchanged by each call that is longer or shorter than the ones before; the original is kept beside it.
+            frequencies = {name: tensor for name, tensor in frequencies.items() if "original" in name.split(".")[-1]}
+        rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
+        return cls(
+            public_name(model),
+            None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            geometry,
+            json.loads(json.dumps(rope_parameters, default=str)),
+            sample_tensors(frequencies),
+            sample_weights(tensors),
+            {name: sample_tensors(adapter) for name, adapter in tensors.adapters.items() if adapter},
         )
-    return backend
+
+    def differences(self, found: "ModelIdentity") -> list[Difference]:
+        """
+        What has changed from this model, about which something is known, to another, the one at hand.
+
+        Args:
+            found ([`ModelIdentity`]):
+                The model at hand. A tokenizer is compared only where both sides have one.
+
+        Returns:
+            `list[Difference]`: empty if they are the same.
+        """
+        return [Difference(*difference) for difference in self._differences(found)]
+
+    def _differences(self, found: "ModelIdentity") -> Iterator[tuple[str, str, str]]:
+        if None not in (self.tokenizer, found.tokenizer) and self.tokenizer != found.tokenizer:
+            yield "tokenizer", "changed", f"its fingerprint is {found.tokenizer}, not {self.tokenizer}"
+        for status, detail in compare_samples(self.weights, found.weights):
+            yield "weights", status, detail
+        for name in sorted(self.adapters.keys() | found.adapters.keys()):
+            if name not in found.adapters:
+                yield "adapters", "changed", f"adapter {name} is not active"
+            elif name not in self.adapters:
+                yield "adapters", "changed", f"adapter {name} is active"
+            else:
+                for status, detail in compare_samples(self.adapters[name], found.adapters[name]):
+                    yield "adapters", status, f"adapter {name}: {detail}"
+        expected, given = _leaves(self.rope_parameters), _leaves(found.rope_parameters)
+        changed = [key for key in expected | given if expected.get(key) != given.get(key)]
+        if changed:
+            values = ", ".join(f"{key} is {given.get(key)}, not {expected.get(key)}" for key in changed)
+            yield "rotary", "changed", f"of the config's rope_parameters {values}"
+        for status, detail in compare_samples(self.rotary, found.rotary, _ROTARY_TOLERANCE):
+            yield "rotary", status, detail
+        if self.geometry != found.geometry:
+            yield "geometry", "changed", f"it caches {found.geometry.describe()}, not {self.geometry.describe()}"
+
+    def to_dict(self) -> dict:
+        """
+        Returns:
+            `dict`: JSON-friendly.
+        """
+        return {
+            "format": IDENTITY_FORMAT,
+            "name": self.name,
+            "tokenizer": self.tokenizer,
+            "geometry": self.geometry.to_dict(),
+            "rope_parameters": self.rope_parameters,
+            "rotary": _samples_to_dict(self.rotary),
+            "weights": _samples_to_dict(self.weights),
+            "adapters": {name: _samples_to_dict(adapter) for name, adapter in self.adapters.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, identity: dict) -> "ModelIdentity":
+        """The inverse of [`~ModelIdentity.to_dict`].
+
+        Raises:
+            `ValueError`: if it is damaged, incomplete or of another format.
+        """
+        if not isinstance(identity, dict) or identity.get("format") != IDENTITY_FORMAT:
+            raise ValueError(f"The identity of a model has the format {IDENTITY_FORMAT!r}, not {identity!r:.200}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        if names != identity.keys() - {"format"}:
+            raise ValueError(f"The identity of a model has {sorted(names)}, not {sorted(identity.keys())}.")
+        kinds = {"name": str, "tokenizer": str | None, "rope_parameters": dict | None, "adapters": dict}
+        for name, kind in kinds.items():
+            if not isinstance(identity[name], kind):
+                raise ValueError(f"`{name}` of the identity of a model is damaged: {identity[name]!r:.200}")
+        return cls(
+            identity["name"],
+            identity["tokenizer"],
+            KVGeometry.from_dict(identity["geometry"]),
+            identity["rope_parameters"],
+            _samples_from_dict(identity["rotary"]),
+            _samples_from_dict(identity["weights"]),
+            {name: _samples_from_dict(adapter) for name, adapter in identity["adapters"].items()},
+        )
 
 
-def _component_state(component) -> bytes | None:
-    """The settings of a normalizer or pre-tokenizer, which can be exchanged in place; None where there is none."""
-    if component is None:
-        return None
+def _depends_on_length(rotary: Rotary) -> bool:
     try:
-        return bytes(component.__getstate__())
-    except Exception:  # written in Python: `to_str` will refuse it too, and say so
-        return None
+        rotary.check_length(sys.maxsize)
+    except UnsupportedModelError:
+        return True
+    return False
 
 
-def _not_comparable(tokenizer: PreTrainedTokenizerBase, error: Exception) -> TokenizerMismatchError:
-    return TokenizerMismatchError(
-        f"{type(tokenizer).__name__} cannot be written out for a comparison ({error}). Its normalizer and "
-        "pre-tokenizer must be components of the `tokenizers` library and not Python objects."
-    )
+def _leaves(parameters: dict | None, prefix: str = "") -> dict:
+    """Parameters of all layer types, in one dict."""
+    leaves: dict = {}
+    for key, value in (parameters or {}).items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
-def _fingerprint(serialized: str) -> str:
-    """
-    Hashes the identity members of a serialised `tokenizers.Tokenizer`.
+def _samples_to_dict(samples: Samples) -> dict:
+    return {name: sample.to_list() for name, sample in samples.items()}
 
-    The model holds nearly all of the text and `tokenizers` writes it in one way only (compact, vocabulary by id,
-    merges by rank), so that its text is hashed as it is: to parse and dump it again takes several seconds.
-    """
-    decoder = json.JSONDecoder()
-    digests = {}
-    position = 1
-    while serialized[position] != "}":
-        key, position = decoder.raw_decode(serialized, position)
-        position += 1
-        if key == "model" and serialized.endswith("}}"):
-            # `tokenizers` writes the model last.
-            text, position = serialized[position:-1], len(serialized) - 1
-        else:
-            value, position = decoder.raw_decode(serialized, position)
-            if key == "added_tokens":
-                value = sorted(value, key=lambda token: token["id"])
-            text = json.dumps(value, sort_keys=True)
-        digests[key] = hashlib.sha256(text.encode()).hexdigest()
-        position += serialized[position] == ","
-    identity = [(key, digests.get(key)) for key in _IDENTITY_MEMBERS]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+def _samples_from_dict(samples: dict) -> Samples:
+    if not isinstance(samples, dict):
+        raise ValueError(f"The samples of a model are damaged: {samples!r:.200}.")
+    return {name: TensorSample.from_list(sample) for name, sample in samples.items()}

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..compat import model_name
+from ..compat import public_name
 from ..errors import CalibrationError
 from ..geometry import KVGeometry
-from ..identity import tokenizer_fingerprint
 from ..mapper import KVMapper, KVMapperConfig
+from ..tokenizer_identity import tokenizer_fingerprint
 from .moments import Moments
 from .ridge import RIDGE_STRENGTHS, Gaussian, fit_ridge
 from .selection import LayerScreening
@@ -203,9 +203,8 @@ def _gaussian(moments: Moments, names: list, target: tuple) -> Gaussian:
 
 
 def _describe(model: PreTrainedModel, geometry: KVGeometry, tokenizer: PreTrainedTokenizerBase | None) -> dict:
-    name = model_name(model)
     return {
-        "name": Path(name).name if Path(name).is_dir() else name,  # an artifact names no folders of this machine
+        "name": public_name(model),
         "geometry": geometry.to_dict(),
         "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
     }
