@@ -5,9 +5,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .compat import model_name
 from .errors import PairMismatchError, TokenizerMismatchError
 from .geometry import KVGeometry
-from .identity import tokenizer_fingerprint
 from .mapper import KVMapper
 from .source import SourceKV
+from .tokenizer_identity import tokenizer_fingerprint
 
 
 def check_pair(
@@ -26,7 +26,7 @@ def check_pair(
     """
     config, name = mapper.config, mapper.name
     sides = (
-        ("source", source_kv.geometry, mapper.source_geometry, source_kv.model_name),
+        ("source", source_kv.geometry, mapper.source_geometry, source_kv.identity.name),
         ("target", target_geometry, mapper.target_geometry, model_name(target)),
     )
     for side, found, expected, name_found in sides:
@@ -45,7 +45,7 @@ def check_pair(
     target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
     expected_ids = config.source["tokenizer"], config.target["tokenizer"]
     for side, found_id, expected_id in zip(
-        ("source", "target"), (source_kv.tokenizer_id, target_id), expected_ids, strict=True
+        ("source", "target"), (source_kv.identity.tokenizer, target_id), expected_ids, strict=True
     ):
         if found_id is None and expected_ids[0] == expected_ids[1]:
             continue  # one tokenizer on both sides: token ids are enough

@@ -10,17 +10,21 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .compat import model_name, read_into_cache
+from .cache_policy import cache_policy
+from .compat import read_into_cache, token_losses
 from .completeness import check_holds_every_token
 from .errors import BatchMismatchError, SourceCacheError
 from .geometry import KVGeometry
-from .identity import tokenizer_fingerprint
+from .identity import ModelIdentity
 from .padding import check_left_padded, pad_rows, positions_from_mask, unpad_rows
 from .rotary import Rotary
 from .spans import character_spans, encode_with_spans
 
 
 SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"
+
+# Last tokens of a context whose losses are kept: what a probe of the target's loss there is compared with.
+NUM_LOSSES = 128
 
 
 class SourceKV:
@@ -43,10 +47,12 @@ class SourceKV:
             `[batch, tokens]`, the positions at which the model read the tokens.
         text (`Sequence[str]`, *optional*), spans (`torch.LongTensor`, *optional*):
             The text of each row, and for each token the characters it stands for, `[batch, tokens, 2]`.
-        tokenizer_id (`str`, *optional*):
-            Fingerprint of the tokenizer.
-        model_name (`str`, *optional*):
-            For messages.
+        identity ([`ModelIdentity`]):
+            Which model and tokenizer read the tokens.
+        token_losses (`torch.Tensor`, *optional*):
+            What the model itself lost on its tokens, in nats, `[batch, tokens]`; NaN where it is not known.
+        cache_policy (`dict`, *optional*):
+            How the cache stored the tokens, see [`cache_policy`].
     """
 
     def __init__(
@@ -56,26 +62,28 @@ class SourceKV:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
+        identity: ModelIdentity,
         text: Sequence[str] | None = None,
         spans: torch.Tensor | None = None,
-        tokenizer_id: str | None = None,
-        model_name: str = "",
+        token_losses: torch.Tensor | None = None,
+        cache_policy: dict | None = None,
     ):
         self.features = features
         self.geometry = geometry
         self.input_ids = input_ids
         self.attention_mask = attention_mask
         self.position_ids = position_ids
+        self.identity = identity
         self.text = None if text is None else list(text)
         self.spans = spans
-        self.tokenizer_id = tokenizer_id
-        self.model_name = model_name
+        self.token_losses = token_losses
+        self.cache_policy = cache_policy
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
 
     def __repr__(self) -> str:
-        return f"SourceKV({self.model_name!r}, batch_size={self.batch_size}, tokens={len(self)})"
+        return f"SourceKV({self.identity.name!r}, batch_size={self.batch_size}, tokens={len(self)})"
 
     @property
     def batch_size(self) -> int:
@@ -115,10 +123,11 @@ class SourceKV:
             self.input_ids[:, tokens],
             self.attention_mask[:, tokens],
             self.position_ids[:, tokens],
+            self.identity,
             text,
             spans,
-            self.tokenizer_id,
-            self.model_name,
+            None if self.token_losses is None else self.token_losses[:, tokens],
+            self.cache_policy,
         )
 
     @classmethod
@@ -146,7 +155,7 @@ class SourceKV:
         Returns:
             `SourceKV`: On the devices and in the dtype of the model's cache.
         """
-        rows = None
+        rows, spans = None, None
         if isinstance(text, torch.Tensor):
             input_ids = text if text.dim() == 2 else text[None]
         else:
@@ -161,20 +170,25 @@ class SourceKV:
         Rotary.from_model(model).check_length(int(position_ids.max()) + 1)
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
-        read_into_cache(
-            model, cache, input_ids, attention_mask=None if mask.all() else mask, position_ids=position_ids
+        logits = read_into_cache(
+            model,
+            cache,
+            input_ids,
+            num_logits=min(NUM_LOSSES + 1, input_ids.shape[1]),
+            attention_mask=None if mask.all() else mask,
+            position_ids=position_ids,
         )
-        source_kv = cls.from_cache(
+        return cls.from_cache(
             cache,
             model,
             input_ids,
             attention_mask=mask,
             position_ids=position_ids,
-            tokenizer=tokenizer if rows is None else None,
+            tokenizer=tokenizer,
+            token_losses=None if logits is None else _last_losses(logits, input_ids, mask),
+            text=rows,
+            spans=spans,
         )
-        if rows is not None:
-            source_kv.text, source_kv.spans, source_kv.tokenizer_id = rows, spans, tokenizer_fingerprint(tokenizer)
-        return source_kv
 
     @classmethod
     def from_cache(
@@ -186,6 +200,9 @@ class SourceKV:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        token_losses: torch.Tensor | None = None,
+        text: Sequence[str] | None = None,
+        spans: torch.Tensor | None = None,
     ) -> "SourceKV":
         """
         Take over a cache that a model has filled. The cache is copied, and may be used further.
@@ -203,6 +220,11 @@ class SourceKV:
                 `[batch, tokens]`, defaults to what `generate` uses: counted from each row's first token.
             tokenizer (`PreTrainedTokenizerBase`, *optional*):
                 The model's tokenizer, needed if the target's is another one.
+            token_losses (`torch.Tensor`, *optional*):
+                What the model lost on the tokens, in nats, `[batch, tokens]`, NaN where it is not known. A probe of
+                the target is sharper if it knows what the source expected of the last ones.
+            text (`Sequence[str]`, *optional*), spans (`torch.LongTensor`, *optional*):
+                Text of each row and characters of each token, `[batch, tokens, 2]`. By default from the tokenizer.
 
         Raises:
             `SourceCacheError`: the cache does not hold the key and value of every token of `input_ids`, or is itself
@@ -227,8 +249,7 @@ class SourceKV:
             tables.remove(keys, layer_idx, out=key_view)
             value_view.copy_(values)
             features.append(states)
-        text, spans = None, None
-        if tokenizer is not None:
+        if tokenizer is not None and text is None:
             decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
             text = [row for row, _ in decoded]
             spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
@@ -238,10 +259,11 @@ class SourceKV:
             input_ids.cpu(),
             mask.cpu(),
             positions.cpu(),
+            ModelIdentity.from_model(model, tokenizer),
             text,
             spans,
-            None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            model_name(model),
+            token_losses,
+            cache_policy(cache),
         )
 
     def save(self, path: str | Path) -> None:
@@ -249,15 +271,15 @@ class SourceKV:
         tensors = {
             f"features.{i}": states.contiguous() for i, states in enumerate(self.features) if states is not None
         }
-        for name in ("input_ids", "attention_mask", "position_ids", "spans"):
+        for name in ("input_ids", "attention_mask", "position_ids", "spans", "token_losses"):
             if getattr(self, name) is not None:
                 tensors[name] = getattr(self, name).contiguous()
         metadata = {
             "format": SOURCE_FORMAT,
             "geometry": json.dumps(self.geometry.to_dict()),
             "text": json.dumps(self.text),
-            "tokenizer_id": json.dumps(self.tokenizer_id),
-            "model_name": self.model_name,
+            "identity": json.dumps(self.identity.to_dict()),
+            "cache_policy": json.dumps(self.cache_policy),
         }
         save_file(tensors, path, metadata=metadata)
 
@@ -286,13 +308,15 @@ class SourceKV:
             ids, mask, positions = (tensors[name].cpu() for name in ("input_ids", "attention_mask", "position_ids"))
             features = [None if layer is None else tensors[f"features.{i}"] for i, layer in enumerate(geometry.layers)]
             spans = tensors["spans"].cpu() if text is not None else None
-            tokenizer_id = json.loads(metadata["tokenizer_id"])
+            identity = ModelIdentity.from_dict(json.loads(metadata["identity"]))
+            policy = json.loads(metadata["cache_policy"])
+            losses = tensors["token_losses"].cpu() if "token_losses" in tensors else None
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise SourceCacheError(f"{path} cannot be read as a saved SourceKV: {error!r}. Save it again.") from error
         for layer_idx, states in enumerate(features):
             if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
                 raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
-        return cls(features, geometry, ids, mask, positions, text, spans, tokenizer_id, metadata["model_name"])
+        return cls(features, geometry, ids, mask, positions, identity, text, spans, losses, policy)
 
 
 def _mask_and_positions(
@@ -307,3 +331,15 @@ def _mask_and_positions(
             )
     check_left_padded(mask)
     return mask, positions
+
+
+def _last_losses(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Losses `[batch, tokens]` from the logits of the last tokens; NaN before them and for each row's first token."""
+    losses = torch.full(input_ids.shape, torch.nan)
+    known = logits.shape[1] - 1
+    if known:
+        predicted = input_ids[:, -known:].to(logits.device)
+        nats = token_losses(logits[:, :-1], predicted)
+        has_context = mask[:, -known - 1 : -1].bool().cpu()
+        losses[:, -known:] = nats.cpu().masked_fill(~has_context, torch.nan)
+    return losses

@@ -153,7 +153,7 @@ def test_text_and_spans(llama, tokenizers):
     )
     assert known.text == texts
     assert torch.equal(known.spans, source_kv.spans)
-    assert known.tokenizer_id == source_kv.tokenizer_id
+    assert known.identity == source_kv.identity
     part = source_kv[-6:-2]
     for row in range(2):
         assert part.text[row] in texts[row]
@@ -165,7 +165,7 @@ def test_save_and_load(gemma, tokenizers, tmp_path):
     source_kv.save(tmp_path / "source.safetensors")
     loaded = SourceKV.load(tmp_path / "source.safetensors")
     assert loaded.geometry == source_kv.geometry
-    assert (loaded.text, loaded.tokenizer_id) == (source_kv.text, source_kv.tokenizer_id)
+    assert (loaded.text, loaded.identity) == (source_kv.text, source_kv.identity)
     for name in ("input_ids", "attention_mask", "position_ids", "spans"):
         assert torch.equal(getattr(loaded, name), getattr(source_kv, name))
     assert all(torch.equal(a, b) for a, b in zip(loaded.features, source_kv.features, strict=True))
