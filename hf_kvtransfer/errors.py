@@ -39,3 +39,15 @@ class PrefixMismatchError(KVTransferError):
 
 class CalibrationError(KVTransferError):
     """Calibration text that a mapper cannot be fitted on."""
+
+
+class EvaluationDataError(KVTransferError):
+    """Text, dialogues or questions that a mapper cannot be evaluated on."""
+
+
+class EvidenceError(KVTransferError):
+    """A mapper's evidence that is damaged, edited, or about something else."""
+
+
+class RefusedError(KVTransferError):
+    """A translation that the evidence or the probe does not allow."""

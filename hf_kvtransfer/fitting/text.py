@@ -1,11 +1,10 @@
 """Calibration text from wherever it is."""
 
-import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import CalibrationError
+from ..text_files import json_lines, text_pieces
 
 
 # Of a plain text file, in characters: some hundred tokens, as much context as the maps need to see.
@@ -28,31 +27,16 @@ def calibration_texts(texts: str | Path | Iterable) -> Iterable:
     if isinstance(texts, str | Path):
         if not Path(texts).is_file():
             return _dataset(str(texts))
-        return _jsonl(Path(texts)) if Path(texts).suffix == ".jsonl" else _chunks(Path(texts))
+        path = Path(texts)
+        return _jsonl(path) if path.suffix == ".jsonl" else text_pieces(path, CHUNK_LENGTH, CalibrationError)
     return texts
 
 
 def _jsonl(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise CalibrationError(
-                    f"Line {number} of {path} is not a JSON object with a `text` field: {line[:80]!r}."
-                ) from error
-
-
-def _chunks(path: Path) -> Iterator[str]:
-    chunk = ""
-    with path.open(encoding="utf-8") as file:
-        for blank, lines in itertools.groupby(file, key=lambda line: not line.strip()):
-            chunk += "".join(lines)
-            if blank and len(chunk) >= CHUNK_LENGTH:
-                yield chunk
-                chunk = ""
-    if chunk.strip():
-        yield chunk
+    for number, row in json_lines(path, CalibrationError):
+        if not isinstance(row, dict) or "text" not in row:
+            raise CalibrationError(f"Line {number} of {path} is not a JSON object with a `text` field: {row!r:.80}.")
+        yield row["text"]
 
 
 def _dataset(name: str) -> Iterator[str]:

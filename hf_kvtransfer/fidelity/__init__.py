@@ -1,0 +1,1 @@
+"""Is a translation good enough, on whose text, and who says so."""
