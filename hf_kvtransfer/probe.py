@@ -35,6 +35,8 @@ class LayerProbe:
     """What one layer gave to its cache. Tensors are on the CPU, `[1, heads, tokens, head_dim]`.
 
     Args:
+        attention (`str`):
+            Name of the module that filled the cache, for `get_submodule` of the model without wrappers.
         key_states (`torch.Tensor`):
             The keys as cached.
         value_states (`torch.Tensor`):
@@ -51,6 +53,7 @@ class LayerProbe:
             Whether the keys follow position ids given to the attention itself, which then hides its rotary embedding.
     """
 
+    attention: str
     key_states: torch.Tensor
     value_states: torch.Tensor
     unrotated_key_states: torch.Tensor
@@ -190,14 +193,17 @@ def _probe(model: PreTrainedModel) -> Probe:
                 hook.remove()
 
         replay = _RecordingCache(model.config)
+        names = {module: name for name, module in model.named_modules()}
         layers: list[LayerProbe | None] = [None] * len(cache.layers)
         for layer_idx, call in attention_calls.items():
-            layers[layer_idx] = _probe_layer(layer_idx, call, cache, replay, rotary_candidates, model_class)
+            name = names[call.module]
+            layers[layer_idx] = _probe_layer(layer_idx, name, call, cache, replay, rotary_candidates, model_class)
     return Probe(model_class, tuple(layers), sliding_windows)
 
 
 def _probe_layer(
     layer_idx: int,
+    name: str,
     call: _Call,
     cache: _RecordingCache,
     replay: _RecordingCache,
@@ -234,11 +240,12 @@ def _probe_layer(
     other_key_states, other_value_states = replay.updates[layer_idx]
     if embeddings is None:
         moved = not torch.allclose(key_states.float(), other_key_states.float(), rtol=0, atol=1e-6)
-        return LayerProbe(key_states, value_states, key_states, value_states, None, None, moved)
+        return LayerProbe(name, key_states, value_states, key_states, value_states, None, None, moved)
 
     assert rotary is not None
     cos, sin = cos_and_sin(embeddings)
     return LayerProbe(
+        attention=name,
         key_states=key_states,
         value_states=value_states,
         unrotated_key_states=other_key_states,

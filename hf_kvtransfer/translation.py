@@ -1,6 +1,7 @@
 """One request: a source's keys and values, a mapper and a target, bound and checked. Knows both models."""
 
-import dataclasses
+import copy
+import time
 from typing import Any
 
 import torch
@@ -26,35 +27,11 @@ from .spans import character_spans, encode_with_spans
 MIN_COVERAGE = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class TransferReport:
-    """
-    What a translated cache stands for, token by token, summed over the batch.
-
-    Args:
-        mapper (`str`):
-            Where the mapper came from.
-        source_tokens (`int`):
-            Tokens that the source read.
-        translated_tokens (`int`):
-            Target tokens whose keys and values are translated.
-        native_tokens (`int`):
-            Target tokens at the start of the context that the target has read itself.
-        held_back_tokens (`int`):
-            Target tokens at the end of the context that the target still has to read.
-        coverage (`float`):
-            Share of the target's tokens behind which a source token stands.
-        boundary_share (`float`):
-            Share of those that end where their source token ends.
-    """
-
-    mapper: str
-    source_tokens: int
-    translated_tokens: int
-    native_tokens: int
-    held_back_tokens: int
-    coverage: float
-    boundary_share: float
+def check_not_negative(**numbers: int | None) -> None:
+    """Raise `ValueError`, naming the argument, if a number is below 0."""
+    for name, number in numbers.items():
+        if number is not None and number < 0:
+            raise ValueError(f"`{name}` must be 0 or more, got {number}.")
 
 
 class Translation:
@@ -99,9 +76,7 @@ class Translation:
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
     ):
-        for name, number in (("sink_tokens", sink_tokens), ("tail_tokens", tail_tokens)):
-            if number is not None and number < 0:
-                raise ValueError(f"`{name}` must be 0 or more, got {number}.")
+        check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens)
         self.source_kv, self.mapper, self.target = source_kv, mapper, target
         self.geometry = KVGeometry.from_model(target)
         check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
@@ -120,36 +95,34 @@ class Translation:
                 f"{MIN_COVERAGE:.0%} are needed. Check that the prompt holds the source's context, or let the target "
                 "prefill."
             )
-        self.length = max(min(ends) - tail_tokens, 0)
+        known = max(min(ends), 0)
+        self.length = max(known - tail_tokens, 0)
+        # The prompt as far as every row's source has read it: the cache's tokens, and those that are held back.
+        self.known_ids = all_ids[:, :known]
         self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]
-        position_ids = positions_from_mask(self.attention_mask)
-        self._tables = rotary.at(position_ids)
+        self.position_ids = positions_from_mask(self.attention_mask)
+        self._tables = rotary.at(self.position_ids)
 
         # Padding listens to whatever stands in its column.
-        index = torch.arange(self.length).clamp(max=len(source_kv) - 1).repeat(self.batch_size, 1)
+        index = torch.arange(known).clamp(max=len(source_kv) - 1).repeat(self.batch_size, 1)
         first_source = len(source_kv) - source_kv.attention_mask.sum(-1)
         for i, (row, alignment) in enumerate(zip(rows, alignments, strict=True)):
-            first = min(width - len(row), self.length)
-            index[i, first:] = alignment.source_index[: self.length - first] + first_source[i]
+            first = min(width - len(row), known)
+            index[i, first:] = alignment.source_index[: known - first] + first_source[i]
+        self.source_index = index
         # One token of the source for each of the target's, in the same columns: nothing is to be gathered.
-        self._source_index = None if (index == torch.arange(self.length)).all() else index
+        self._in_step = bool((index == torch.arange(known)).all())
 
         sink_tokens = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
         self._first_token = self.length - self.attention_mask.sum(-1)
         self.num_sinks = min(sink_tokens, self.length - int(self._first_token.max())) if self.length else 0
         self._sinks = self._read_sinks()
         self._token_features: torch.Tensor | None = None
+        self.layer_seconds: dict[int, float] = {}
 
-        tokens = int(self.attention_mask.sum())
-        self.report = TransferReport(
-            mapper=mapper.name,
-            source_tokens=int(source_kv.attention_mask.sum()),
-            translated_tokens=tokens - self.num_sinks * self.batch_size,
-            native_tokens=self.num_sinks * self.batch_size,
-            held_back_tokens=sum(ends) - self.length * self.batch_size,
-            coverage=coverage,
-            boundary_share=sum(alignment.boundary_share for alignment in read) / len(read),
-        )
+        self.held_back_tokens = sum(ends) - self.length * self.batch_size
+        self.coverage = coverage
+        self.boundary_share = sum(alignment.boundary_share for alignment in read) / len(read)
 
     @property
     def batch_size(self) -> int:
@@ -159,6 +132,12 @@ class Translation:
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype for whoever reads a layer before the target has asked for it."""
         return input_device(self.target), self.target.dtype
+
+    def with_mapper(self, mapper: KVMapper) -> "Translation":
+        """The same request through another mapper of the same geometry; alignment and native tokens are shared."""
+        other = copy.copy(self)
+        other.mapper = mapper
+        return other
 
     def __deepcopy__(self, memo) -> "Translation":
         # Bound once and never changed: copies of a cache share the mapper, the models and the source.
@@ -182,6 +161,7 @@ class Translation:
             `tuple[torch.Tensor, torch.Tensor]`: Keys with the target's rotary embedding applied, and values, each
             `[batch, heads, stop - start, head_dim]`.
         """
+        began = time.perf_counter()
         layer = self.geometry.layers[layer_idx]
         heads, tokens = layer.num_key_value_heads, stop - start
         keys = torch.empty(self.batch_size, heads, tokens, layer.key_head_dim, device=device, dtype=dtype)
@@ -197,7 +177,22 @@ class Translation:
             if begin < end:
                 for states, sinks in zip((keys, values), self._sinks[layer_idx], strict=True):
                     states[row, :, begin - start : end - start] = sinks[row, :, begin - first : end - first]
+        self.layer_seconds[layer_idx] = self.layer_seconds.get(layer_idx, 0.0) + time.perf_counter() - began
         return keys, values
+
+    def prefill(self) -> DynamicCache:
+        """What the target caches when it reads the tokens itself, every one of them also in sliding windows."""
+        cache = DynamicCache(config=self.target.config)
+        cache.activate_past_recording()
+        padded = not self.attention_mask.all()
+        read_into_cache(
+            self.target,
+            cache,
+            self.input_ids,
+            attention_mask=self.attention_mask if padded else None,
+            position_ids=self.position_ids,
+        )
+        return cache
 
     def _align(
         self,
@@ -242,8 +237,8 @@ class Translation:
     def _map(self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         layer_map: Any = self.mapper.layers[layer_idx].to(device)
         first, last, index = start, stop, None
-        if self._source_index is not None:
-            index = self._source_index[:, start:stop]
+        if not self._in_step:
+            index = self.source_index[:, start:stop]
             first, last = int(index.min()), int(index.max()) + 1
             index = (index - first).to(device)
         features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]

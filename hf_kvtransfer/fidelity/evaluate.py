@@ -1,0 +1,219 @@
+"""`evaluate_mapper`: held-out data in, evidence out."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..cache_policy import cache_policy
+from ..compat import public_name
+from ..errors import EvaluationDataError
+from ..identity import ModelIdentity
+from ..mapper import KVMapper
+from .corruptions import CORRUPTIONS
+from .data import load_evaluation_data
+from .document_replay import DocumentReplay
+from .probe_band import ProbeBand
+from .replay import Replay
+from .report import FidelityReport
+from .results import PassageResult
+from .tail_reading import TailReading
+from .work_file import WorkFile
+
+
+logger = logging.get_logger(__name__)
+
+# Packages that the figures depend on.
+_PACKAGES = ("transformers", "torch", "tokenizers")
+
+
+def evaluate_mapper(
+    mapper: KVMapper,
+    source: PreTrainedModel,
+    target: PreTrainedModel,
+    data: str | Path | Iterable | dict,
+    *,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    context_tokens: int = 256,
+    continuation_tokens: int = 64,
+    max_length: int = 2048,
+    limit: int | None = None,
+    sink_tokens: int | None = None,
+    false_alarm_rate: float = 0.05,
+    probe_documents: int = 150,
+    corrupted_documents: int = 60,
+    work_file: str | Path | None = None,
+    seed: int = 0,
+) -> FidelityReport:
+    """
+    Measure how well the target continues on what a mapper translates, against its own prefill and against controls.
+
+    Each document gives one or more contexts, and what follows them. The target scores what follows on its own prefill
+    and on caches of other origins (see [`Replay`]). Turns of a dialogue are replayed as they would be served: at each
+    the source has read the turns before, and the reply is scored.
+
+    The loss on the end of contexts, read on top of right and of corrupted translations, calibrates the probe.
+
+    Args:
+        mapper ([`KVMapper`]):
+            Fitted for the pair.
+        source (`PreTrainedModel`), target (`PreTrainedModel`):
+            The two models, in eval mode. They are not changed.
+        data:
+            Text, dialogues or multiple-choice questions that the mapper was not fitted on, see
+            [`load_evaluation_data`].
+        source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
+        target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Their tokenizers. One is enough if they share it, none for token ids of one vocabulary.
+        context_tokens (`int`, *optional*, defaults to 256), continuation_tokens (`int`, *optional*, defaults to 64):
+            Target tokens of a text that are context, and that are scored behind it.
+        max_length (`int`, *optional*, defaults to 2048):
+            Target tokens of a dialogue or question, context and continuation together.
+        limit (`int`, *optional*):
+            Documents of each source of data that are used, all by default.
+        sink_tokens (`int`, *optional*):
+            First tokens that the target reads itself, by default as in the mapper's fit.
+        false_alarm_rate (`float`, *optional*, defaults to 0.05):
+            Share of right translations that the probe may refuse.
+        probe_documents (`int`, *optional*, defaults to 150):
+            Documents with a long enough context that the probe is calibrated on. 0 leaves it out.
+        corrupted_documents (`int`, *optional*, defaults to 60):
+            How many of them are also read with planted corruptions, for the probe's operating curve.
+        work_file (`str` or `Path`, *optional*):
+            Each finished document is written there. A later call with the same arguments goes on behind the last one.
+        seed (`int`, *optional*, defaults to 0):
+            Of the random map and of the corruptions.
+
+    Returns:
+        [`FidelityReport`]: Save it in the mapper's folder, where it is the evidence that a gate looks at.
+
+    Raises:
+        `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
+        `EvaluationDataError`: the data cannot be used, or `work_file` is of another evaluation.
+
+    Example:
+
+    ```python
+    >>> report = evaluate_mapper(mapper, source, target, "held_out.jsonl", source_tokenizer=a, target_tokenizer=b)
+    >>> report.figures["arms"]["translated"]["gap_recovered"]["value"]
+    0.78
+    >>> report.save("my-mapper")
+    ```
+    """
+    if not 0 < false_alarm_rate < 1:
+        raise ValueError(f"`false_alarm_rate` must lie between 0 and 1, got {false_alarm_rate}.")
+    for name, number in (("probe_documents", probe_documents), ("corrupted_documents", corrupted_documents)):
+        if number < 0:
+            raise ValueError(f"`{name}` must be 0 or more, got {number}.")
+    for side, model in (("source", source), ("target", target)):
+        if model.training:
+            raise ValueError(f"`{side}` is in training mode, where dropout is at work: call `{side}.eval()` first.")
+    replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer, sink_tokens=sink_tokens, seed=seed)
+    opened = load_evaluation_data(
+        data,
+        replay.source_tokenizer,
+        replay.target_tokenizer,
+        context_tokens=context_tokens,
+        continuation_tokens=continuation_tokens,
+        max_length=max_length,
+        limit=limit,
+    )
+    documents = opened.documents
+    if len(documents) < 2:
+        raise EvaluationDataError(
+            f"`data` gives {len(documents)} document(s). At least 2 are needed: a cache of another one is the control "
+            "that tells whether a translation says anything about its own."
+        )
+    about: dict[str, Any] = {
+        side: {"identity": ModelIdentity.from_model(model, tokenizer).to_dict(), "cache_policy": cache_policy(model)}
+        for side, model, tokenizer in (
+            ("source", source, replay.source_tokenizer),
+            ("target", target, replay.target_tokenizer),
+        )
+    }
+    about["data"] = opened.sources
+    about["settings"] = {
+        "context_tokens": context_tokens,
+        "continuation_tokens": continuation_tokens,
+        "max_length": max_length,
+        "limit": limit,
+        "sink_tokens": replay.sink_tokens,
+        "tail_tokens": 1,
+        "false_alarm_rate": false_alarm_rate,
+        "probe_documents": probe_documents,
+        "corrupted_documents": corrupted_documents,
+        "seed": seed,
+        "source_dtype": str(source.dtype).removeprefix("torch."),
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+    }
+    about["versions"] = _versions()
+    # Ids depend on chat templates, too, which are no part of a tokenizer's identity.
+    digest = hashlib.sha256(json.dumps([dataclasses.asdict(document) for document in documents]).encode())
+    header = about | {"mapper": mapper.digest(), "documents": digest.hexdigest()}
+
+    work = WorkFile(None if work_file is None else Path(work_file), header)
+    evaluation = DocumentReplay(replay, documents, probe_documents, corrupted_documents, seed)
+    done = len(work.records)
+    numbers = range(done, len(documents))
+    for number in logging.tqdm(numbers, desc="Evaluating", unit="document", initial=done, total=len(documents)):
+        try:
+            work.append(evaluation.record(number))
+        except Exception as error:
+            error.add_note(f"While evaluating document {documents[number].key!r}.")
+            raise
+    if all(record["skipped"] for record in work.records):
+        raise EvaluationDataError(
+            f"None of the {len(documents)} documents can be evaluated, the first because: {work.records[0]['skipped']}"
+        )
+    return FidelityReport(
+        mapper={
+            "name": public_name(mapper) if mapper.config._name_or_path else mapper.name,
+            "digest": mapper.digest(),
+        },
+        **about | {"data": _with_skipped(opened.sources, work.records)},
+        results=[PassageResult.from_dict(row) for record in work.records for row in record["results"]],
+        probe=_calibrate(work.records, false_alarm_rate),
+    )
+
+
+def _versions() -> dict[str, str]:
+    from .. import __version__  # not there yet while the package is being imported
+
+    packages = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    return {"hf_kvtransfer": __version__, **packages, "python": platform.python_version()}
+
+
+def _calibrate(records: Sequence[dict[str, Any]], false_alarm_rate: float) -> dict[str, Any] | None:
+    right = [TailReading(**record["right"]) for record in records if record["right"]]
+    wrong: dict[str, Sequence[TailReading]] = {
+        name: [TailReading(**record["wrong"][name]) for record in records if name in record["wrong"]]
+        for name in CORRUPTIONS
+    }
+    band = ProbeBand.calibrate(right, wrong, false_alarm_rate)
+    return None if band is None else band.to_dict()
+
+
+def _with_skipped(sources: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sources of the data, with documents that could not be aligned among what was left out."""
+    skipped = [record for record in records if record["skipped"]]
+    if skipped:
+        logger.warning(
+            f"{len(skipped)} of {len(records)} documents were left out of the evaluation. The first, "
+            f"{skipped[0]['document']}: {skipped[0]['skipped']}"
+        )
+    result = []
+    for source in sources:
+        # A document's key is the name of its source, and a number.
+        count = sum(record["document"].rpartition(":")[0] == source["name"] for record in skipped)
+        reasons = {"texts of the two sides do not align": count} if count else {}
+        documents = source["documents"] - count
+        result.append(source | {"documents": documents, "skipped": source["skipped"] | reasons})
+    return result

@@ -1,0 +1,84 @@
+"""What an evaluation has finished so far, on disk, so that it can go on after an interruption."""
+
+import json
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import EvaluationDataError
+
+
+# Differences that an error message lists.
+_MAX_LISTED = 4
+
+
+class WorkFile:
+    """
+    A JSONL file: a header that says what is evaluated, then a record for each finished document.
+
+    Args:
+        path (`Path`, *optional*):
+            Continued if it exists, made if not. `None` keeps the records in memory only.
+        header (`dict`):
+            Everything that the records depend on.
+
+    Raises:
+        `EvaluationDataError`: the file is of another evaluation, or damaged.
+    """
+
+    def __init__(self, path: Path | None, header: dict[str, Any]):
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+        # As it looks when it is read back: tuples become lists.
+        header = json.loads(json.dumps(header))
+        if path is None:
+            return
+        *lines, half_written = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        if lines:
+            found, *self.records = (self._parse(number, line) for number, line in enumerate(lines, start=1))
+            self._check_same(found, header)
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size - len(half_written))
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a record, in the form in which it is read back."""
+        line = json.dumps(record)
+        self.records.append(json.loads(line))
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            return dict(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise EvaluationDataError(
+                f"Line {number} of the work file {self.path} is damaged ({error}). Delete the file to start anew."
+            ) from error
+
+    def _check_same(self, found: dict[str, Any], header: dict[str, Any]) -> None:
+        there, now = dict(_leaves(found)), dict(_leaves(header))
+        differ = [name for name in sorted(there.keys() | now.keys()) if there.get(name) != now.get(name)]
+        if differ:
+            listed = "; ".join(
+                f"{name} was {reprlib.repr(there.get(name))} and is {reprlib.repr(now.get(name))}"
+                for name in differ[:_MAX_LISTED]
+            )
+            more = f"; and {len(differ) - _MAX_LISTED} more" if len(differ) > _MAX_LISTED else ""
+            raise EvaluationDataError(
+                f"The work file {self.path} is of another evaluation: {listed}{more}. Go on with what it was begun "
+                "with, or delete it to start anew."
+            )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested dict."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, value

@@ -1,0 +1,242 @@
+"""Cache layers that are translated when the target first asks for them, and are stock layers from then on."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from .errors import BatchMismatchError
+from .geometry import KVGeometry
+
+
+class LayerTranslator(Protocol):
+    """Answers for pending layers, see [`Translation`]."""
+
+    geometry: KVGeometry
+    length: int
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def layer(
+        self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @property
+    def default_placement(self) -> tuple[torch.device, torch.dtype]: ...
+
+    def prefill(self) -> DynamicCache: ...
+
+
+@dataclasses.dataclass
+class Pending:
+    """
+    What is still to be computed for one layer.
+
+    Args:
+        translator (`LayerTranslator`):
+            Computes it.
+        layer_idx (`int`):
+            The target's layer.
+        length (`int`):
+            Number of tokens, smaller after `crop`.
+        rows (`torch.LongTensor`):
+            Row of the translation that each row of the cache shows. Batch edits compose here.
+    """
+
+    translator: LayerTranslator
+    layer_idx: int
+    length: int
+    rows: torch.Tensor
+
+
+class PendingLayer(CacheLayerMixin):
+    """
+    Answers lengths and takes edits without translating; turns into the stock layer when tensors are needed.
+
+    The instance changes its class to `stock_class`, so that nothing of this is left in the decoding loop.
+    """
+
+    stock_class: type
+    is_initialized = True  # a pending layer does hold tokens; some models read this to detect the first iteration
+
+    @classmethod
+    def from_stock(cls, layer: Any, pending: Pending) -> Any:
+        """The pending twin of an empty stock layer. Copies attributes, since constructors differ by version."""
+        twin = cls.__new__(cls)
+        twin.__dict__.update({k: v for k, v in vars(layer).items() if k not in ("keys", "values", "is_initialized")})
+        twin.pending = pending
+        if hasattr(twin, "cumulative_length"):  # where sliding layers count
+            twin.cumulative_length = pending.length
+        return twin
+
+    def materialize(self, device: torch.device, dtype: torch.dtype, batch_size: int | None = None) -> None:
+        """
+        Translate, and become the stock layer.
+
+        Args:
+            device (`torch.device`), dtype (`torch.dtype`):
+                Where and as what the tokens are wanted.
+            batch_size (`int`, *optional*):
+                Rows that the target runs. `generate` repeats each row for beams and returned sequences, but not a
+                cache that it was given.
+
+        Raises:
+            `BatchMismatchError`: `batch_size` is no multiple of the rows in the cache. The layer stays pending.
+        """
+        pending = self.pending
+        rows = pending.rows
+        if batch_size is not None and batch_size != len(rows):
+            if batch_size % len(rows):
+                raise BatchMismatchError(
+                    f"The translated cache holds {len(rows)} rows, the target runs {batch_size}. Translate a source "
+                    "with as many rows as there are prompts."
+                )
+            rows = rows.repeat_interleave(batch_size // len(rows))
+        start = 0
+        if self.is_sliding and not self.record_past:
+            start = max(0, pending.length - self.sliding_window + 1)  # what lies before is never attended again
+        try:
+            keys, values = pending.translator.layer(pending.layer_idx, start, pending.length, device, dtype)
+        except Exception as error:
+            error.add_note(f"While translating layer {pending.layer_idx}, tokens {start} to {pending.length}.")
+            raise
+        if len(rows) != len(keys) or (rows != torch.arange(len(rows))).any():
+            keys, values = keys[rows.to(device)], values[rows.to(device)]
+        self._become_stock()
+        if pending.length:
+            self.lazy_initialization(keys, values)
+            self.__dict__.update(keys=keys, values=values)
+
+    def _become_stock(self) -> None:
+        del self.pending
+        self.__class__ = self.stock_class
+        self.__dict__.update(keys=None, values=None, is_initialized=False)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        self._materialize_unasked()
+        return self.keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        self._materialize_unasked()
+        return self.values
+
+    def _materialize_unasked(self) -> None:
+        self.materialize(*self.pending.translator.default_placement)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        self.materialize(key_states.device, key_states.dtype, key_states.shape[0])
+        return self.update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return self.pending.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}.")
+        self.pending.length = max(0, self.pending.length + tokens_to_remove)
+        if hasattr(self, "cumulative_length"):
+            self.cumulative_length = self.pending.length
+
+    def reset(self) -> None:
+        self._become_stock()
+        self.reset()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.pending.rows = self.pending.rows.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.pending.rows = self.pending.rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def offload(self) -> None:
+        """There is nothing to move yet."""
+
+    def prefetch(self) -> None:
+        """There is nothing to move yet."""
+
+
+class TranslatedLayer(PendingLayer, DynamicLayer):
+    """A full-attention layer that is translated on first access."""
+
+    stock_class = DynamicLayer
+
+
+class TranslatedSlidingWindowLayer(PendingLayer, DynamicSlidingWindowLayer):
+    """A sliding-window layer that is translated on first access, as far back as its window sees."""
+
+    stock_class = DynamicSlidingWindowLayer
+
+
+PENDING_LAYERS = {cls.stock_class: cls for cls in (TranslatedLayer, TranslatedSlidingWindowLayer)}
+
+
+def install(cache: DynamicCache, translator: LayerTranslator, length: int | None = None) -> DynamicCache:
+    """
+    Let a translation stand in the empty layers of a cache.
+
+    Args:
+        cache (`DynamicCache`):
+            Empty, made with the target's config.
+        translator ([`Translation`] or another `LayerTranslator`):
+            Asked for each layer when the target first uses it.
+        length (`int`, *optional*):
+            Number of its first tokens that the cache is to hold, all by default.
+
+    Returns:
+        `DynamicCache`: `cache`.
+    """
+    length = translator.length if length is None else length
+    for layer_idx, layer in enumerate(translator.geometry.layers if length else ()):
+        if layer is not None:
+            stock = cache.layers[layer_idx]
+            pending = Pending(translator, layer_idx, length, torch.arange(translator.batch_size))
+            cache.layers[layer_idx] = PENDING_LAYERS[type(stock)].from_stock(stock, pending)
+    return cache
+
+
+class FilledTranslator:
+    """
+    Answers from a cache that is filled already; what its sliding windows have dropped is asked of a translator.
+
+    Args:
+        translator (`LayerTranslator`):
+            Of the same tokens.
+        cache (`DynamicCache`):
+            Filled with them.
+    """
+
+    def __init__(self, translator: LayerTranslator, cache: DynamicCache):
+        self.translator, self.cache = translator, cache
+        self.geometry, self.length, self.batch_size = translator.geometry, translator.length, translator.batch_size
+
+    def __deepcopy__(self, memo) -> "FilledTranslator":
+        return self  # never changed, as a translation
+
+    @property
+    def default_placement(self) -> tuple[torch.device, torch.dtype]:
+        return self.translator.default_placement
+
+    def prefill(self) -> DynamicCache:
+        return self.translator.prefill()
+
+    def layer(
+        self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.cache.layers[layer_idx]
+        first = self.length - layer.keys.shape[2]
+        held = [
+            states[:, :, max(start - first, 0) : stop - first].to(device, dtype)
+            for states in (layer.keys, layer.values)
+        ]
+        if start >= first:
+            return held[0], held[1]
+        dropped = self.translator.layer(layer_idx, start, min(first, stop), device, dtype)
+        keys, values = (torch.cat(states, dim=2) for states in zip(dropped, held, strict=True))
+        return keys, values
