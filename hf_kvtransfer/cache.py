@@ -1,181 +1,36 @@
-"""What `generate` sees: a `DynamicCache` whose layers are translated when the target first asks for them."""
+"""What `generate` sees: a `DynamicCache` that is translated, or empty if the translation cannot be trusted."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .compat import cache_argument
-from .errors import BatchMismatchError, PrefixMismatchError
+from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
+from .fidelity.gate import FidelityGate, Verdict
+from .fidelity.probe_band import ProbeBand, ProbeResult
+from .fidelity.tail_reading import read_tail
+from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
 from .mapper import KVMapper
 from .source import SourceKV
-from .translation import TransferReport, Translation
+from .transfer_report import TransferReport
+from .translation import Translation, check_not_negative
 
 
-class LayerTranslator(Protocol):
-    """Answers for a pending layer, see [`Translation.layer`]."""
-
-    def layer(
-        self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @property
-    def default_placement(self) -> tuple[torch.device, torch.dtype]: ...
-
-
-@dataclasses.dataclass
-class Pending:
-    """
-    What is still to be computed for one layer.
-
-    Args:
-        translator (`LayerTranslator`):
-            Computes it.
-        layer_idx (`int`):
-            The target's layer.
-        length (`int`):
-            Number of tokens, smaller after `crop`.
-        rows (`torch.LongTensor`):
-            Row of the translation that each row of the cache shows. Batch edits compose here.
-    """
-
-    translator: LayerTranslator
-    layer_idx: int
-    length: int
-    rows: torch.Tensor
-
-
-class _PendingMixin(CacheLayerMixin):
-    """
-    Answers lengths and takes edits without translating; turns into the stock layer when tensors are needed.
-
-    The instance changes its class to `stock_class`, so that nothing of this is left in the decoding loop.
-    """
-
-    stock_class: type
-    is_initialized = True  # a pending layer does hold tokens; some models read this to detect the first iteration
-
-    @classmethod
-    def from_stock(cls, layer: Any, pending: Pending) -> Any:
-        """The pending twin of an empty stock layer. Copies attributes, since constructors differ by version."""
-        twin = cls.__new__(cls)
-        twin.__dict__.update({k: v for k, v in vars(layer).items() if k not in ("keys", "values", "is_initialized")})
-        twin.pending = pending
-        if hasattr(twin, "cumulative_length"):  # where sliding layers count
-            twin.cumulative_length = pending.length
-        return twin
-
-    def materialize(self, device: torch.device, dtype: torch.dtype, batch_size: int | None = None) -> None:
-        """
-        Translate, and become the stock layer.
-
-        Args:
-            device (`torch.device`), dtype (`torch.dtype`):
-                Where and as what the tokens are wanted.
-            batch_size (`int`, *optional*):
-                Rows that the target runs. `generate` repeats each row for beams and returned sequences, but not a
-                cache that it was given.
-
-        Raises:
-            `BatchMismatchError`: `batch_size` is no multiple of the rows in the cache. The layer stays pending.
-        """
-        pending = self.pending
-        rows = pending.rows
-        if batch_size is not None and batch_size != len(rows):
-            if batch_size % len(rows):
-                raise BatchMismatchError(
-                    f"The translated cache holds {len(rows)} rows, the target runs {batch_size}. Translate a source "
-                    "with as many rows as there are prompts."
-                )
-            rows = rows.repeat_interleave(batch_size // len(rows))
-        start = 0
-        if self.is_sliding and not self.record_past:
-            start = max(0, pending.length - self.sliding_window + 1)  # what lies before is never attended again
-        try:
-            keys, values = pending.translator.layer(pending.layer_idx, start, pending.length, device, dtype)
-        except Exception as error:
-            error.add_note(f"While translating layer {pending.layer_idx}, tokens {start} to {pending.length}.")
-            raise
-        if len(rows) != len(keys) or (rows != torch.arange(len(rows))).any():
-            keys, values = keys[rows.to(device)], values[rows.to(device)]
-        self._become_stock()
-        if pending.length:
-            self.lazy_initialization(keys, values)
-            self.__dict__.update(keys=keys, values=values)
-
-    def _become_stock(self) -> None:
-        del self.pending
-        self.__class__ = self.stock_class
-        self.__dict__.update(keys=None, values=None, is_initialized=False)
-
-    @property
-    def keys(self) -> torch.Tensor:
-        self._materialize_unasked()
-        return self.keys
-
-    @property
-    def values(self) -> torch.Tensor:
-        self._materialize_unasked()
-        return self.values
-
-    def _materialize_unasked(self) -> None:
-        self.materialize(*self.pending.translator.default_placement)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        self.materialize(key_states.device, key_states.dtype, key_states.shape[0])
-        return self.update(key_states, value_states, *args, **kwargs)
-
-    def get_seq_length(self) -> int:
-        return self.pending.length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError(f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}.")
-        self.pending.length = max(0, self.pending.length + tokens_to_remove)
-        if hasattr(self, "cumulative_length"):
-            self.cumulative_length = self.pending.length
-
-    def reset(self) -> None:
-        self._become_stock()
-        self.reset()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.pending.rows = self.pending.rows.repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.pending.rows = self.pending.rows[indices.cpu() if isinstance(indices, torch.Tensor) else indices]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def offload(self) -> None:
-        """There is nothing to move yet."""
-
-    def prefetch(self) -> None:
-        """There is nothing to move yet."""
-
-
-class TranslatedLayer(_PendingMixin, DynamicLayer):
-    """A full-attention layer that is translated on first access."""
-
-    stock_class = DynamicLayer
-
-
-class TranslatedSlidingWindowLayer(_PendingMixin, DynamicSlidingWindowLayer):
-    """A sliding-window layer that is translated on first access, as far back as its window sees."""
-
-    stock_class = DynamicSlidingWindowLayer
-
-
-PENDING_LAYERS = {cls.stock_class: cls for cls in (TranslatedLayer, TranslatedSlidingWindowLayer)}
+logger = logging.get_logger(__name__)
 
 
 class TranslatedCache(DynamicCache):
     """
     A cache for a target model, translated layer by layer from a source model's when the target first asks.
+
+    If the mapper's evidence does not admit it, the translation fails, or the target's loss on the end of the context
+    is not what a right translation leads one to expect, the cache is empty instead, and `generate` reads the whole
+    prompt as it would have done without it. `report` says which happened, and why.
 
     Args:
         source ([`SourceKV`] or `Cache`):
@@ -200,11 +55,20 @@ class TranslatedCache(DynamicCache):
         tail_tokens (`int`, *optional*, defaults to 1):
             Last tokens of the context that are held back for the target to read. At least 1 if the prompt is no longer
             than the context: `generate` reads everything twice when the cache is as long as the prompt.
+        probe_tokens (`int`, *optional*):
+            Tokens before these that the target reads at once, on top of the translated rest, to compare its loss there
+            with the band in the mapper's evidence. By default as many as the evidence recommends; 0 for no probe.
+        gate ([`FidelityGate`], *optional*):
+            What is asked of the mapper's evidence.
+        on_refusal (`str`, *optional*, defaults to `"recompute"`):
+            `"recompute"` leaves the cache empty, with a warning, `"raise"` raises.
         revision (`str`, *optional*):
             Revision of a Hub id.
 
     Raises:
-        [`KVTransferError`]: a subclass of it says what does not fit.
+        `ValueError`: an argument that is wrong whatever the models.
+        [`KVTransferError`]: with `on_refusal="raise"`, a subclass of it says what does not fit; [`RefusedError`] if it
+            is the gate or the probe that refuses.
 
     Example:
 
@@ -212,10 +76,9 @@ class TranslatedCache(DynamicCache):
     >>> source_kv = SourceKV.prefill(source, source_tokenizer, context)
     >>> cache = TranslatedCache(source_kv, "org/pair", target, target_tokenizer=target_tokenizer)
     >>> target.generate(**target_tokenizer(context + question, return_tensors="pt"), past_key_values=cache)
+    >>> print(cache.report)
     ```
     """
-
-    is_translation = True
 
     def __init__(
         self,
@@ -231,40 +94,67 @@ class TranslatedCache(DynamicCache):
         source_tokenizer: PreTrainedTokenizerBase | None = None,
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
+        probe_tokens: int | None = None,
+        gate: FidelityGate | None = None,
+        on_refusal: Literal["recompute", "raise"] = "recompute",
         revision: str | None = None,
     ):
-        if not isinstance(source, SourceKV):
-            if source_model is None or source_input_ids is None:
-                raise ValueError(
-                    f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
-                )
-            source = SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
-        if isinstance(mapper, str | Path):
-            # In the dtype that the target computes in, so that no layer map is converted at every request.
-            mapper = cast(KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype))
+        check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
+        if on_refusal not in ("recompute", "raise"):
+            raise ValueError(f"`on_refusal` must be 'recompute' or 'raise', got {on_refusal!r}.")
+        if not isinstance(source, SourceKV) and (source_model is None or source_input_ids is None):
+            raise ValueError(
+                f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
+            )
         super().__init__(config=target.config)
-        translation = Translation(
-            source,
-            mapper,
-            target,
-            target_tokenizer=target_tokenizer,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            sink_tokens=sink_tokens,
-            tail_tokens=tail_tokens,
-        )
         self._argument = cache_argument(target)
-        self.report: TransferReport = translation.report
-        self.input_ids = translation.input_ids
-        self.attention_mask = translation.attention_mask
+        self._on_refusal = on_refusal
         # Layers as they were before this forward pass, to go back to if a later one fails. Updates replace tensors.
         self._before: dict[int, tuple[type, dict[str, Any]]] = {}
         self._is_settled = False
-        for layer_idx, geometry in enumerate(translation.geometry.layers):
-            if geometry is not None and translation.length:
-                stock = self.layers[layer_idx]
-                pending = Pending(translation, layer_idx, translation.length, torch.arange(translation.batch_size))
-                self.layers[layer_idx] = PENDING_LAYERS[type(stock)].from_stock(stock, pending)
+        self.report = TransferReport("recomputed", mapper.name if isinstance(mapper, KVMapper) else str(mapper))
+        try:
+            if not isinstance(source, SourceKV):
+                source = SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
+            if not isinstance(mapper, KVMapper):
+                # In the dtype that the target computes in, so that no layer map is converted at every request.
+                mapper = cast(
+                    KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype)
+                )
+            verdict = (gate or FidelityGate()).admit(mapper, source, target, target_tokenizer=target_tokenizer)
+            self.report = _report("recomputed", mapper, verdict=verdict)
+            if not verdict.admitted:
+                raise RefusedError(str(verdict))
+            translation = Translation(
+                source,
+                mapper,
+                target,
+                target_tokenizer=target_tokenizer,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                sink_tokens=sink_tokens,
+                tail_tokens=tail_tokens,
+            )
+            translator, probe = _probe(translation, mapper, probe_tokens)
+            self.report = _report("recomputed", mapper, verdict=verdict, probe=probe)
+            if probe is not None and not probe.passed:
+                raise RefusedError(f"The translated cache does not stand for this context: {probe}.")
+        # Whatever fails while nothing has been used yet, running out of memory included, costs time only.
+        except (KVTransferError, RuntimeError, MemoryError, OSError) as error:
+            if on_refusal == "raise":
+                raise
+            self.input_ids = torch.empty(0, 0, dtype=torch.long)
+            self.attention_mask = self.input_ids
+            self._refuse(error)
+            return
+        self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
+        self.report = _report("translated", mapper, translation, verdict=verdict, probe=probe)
+        install(self, translator)
+
+    @property
+    def is_translation(self) -> bool:
+        """Whether tokens are translated, and the cache is thus no source for another translation."""
+        return self.report.outcome == "translated"
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if self._is_settled:
@@ -273,15 +163,20 @@ class TranslatedCache(DynamicCache):
             self._before.clear()  # another forward pass has begun
         layer = self.layers[layer_idx]
         cls, attributes = type(layer), dict(vars(layer))
-        if isinstance(layer, _PendingMixin):
+        if isinstance(layer, PendingLayer):
             attributes["pending"] = dataclasses.replace(layer.pending)
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            is_first = not self._before
+            self._before[layer_idx] = cls, attributes
             self._restore()
-            raise
+            if not is_first or not self._can_recompute(error):
+                raise
+            self._recompute(error)
+            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._before[layer_idx] = cls, attributes
-        if not any(isinstance(layer, _PendingMixin) for layer in self.layers):
+        if not any(isinstance(layer, PendingLayer) for layer in self.layers):
             self._is_settled = True
             self._before.clear()  # lets go of the source
         return states
@@ -293,6 +188,40 @@ class TranslatedCache(DynamicCache):
             layer.__dict__.update(attributes)
             self.layers[layer_idx] = layer
         self._before.clear()
+
+    def _can_recompute(self, error: BaseException) -> bool:
+        """Whether the target can still read the context itself: no layer was used before, and it would help."""
+        own = [layer for layer in self.layers if layer.is_initialized]
+        return (
+            self._on_refusal == "recompute"
+            and self.is_translation
+            and isinstance(error, Exception)
+            and not isinstance(error, BatchMismatchError)
+            and bool(own)
+            and all(isinstance(layer, PendingLayer) for layer in own)
+        )
+
+    def _recompute(self, error: BaseException) -> None:
+        """Let the target read the context, in the middle of its forward pass, and stand in for the translation."""
+        pending = [layer for layer in self.layers if isinstance(layer, PendingLayer)]
+        translator = pending[0].pending.translator
+        native = FilledTranslator(translator, translator.prefill())
+        for layer in pending:
+            layer.pending.translator = native
+        self._refuse(error)
+
+    def _refuse(self, error: BaseException) -> None:
+        report = self.report
+        refused_by_gate = report.verdict is not None and not report.verdict.admitted
+        reasons = report.verdict.reasons if refused_by_gate else (f"{type(error).__name__}: {error}",)
+        self.report = dataclasses.replace(
+            report,
+            outcome="recomputed",
+            reasons=reasons,
+            translated_tokens=0,
+            native_tokens=report.native_tokens + report.translated_tokens,
+        )
+        logger.warning(str(self.report))
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """
@@ -314,6 +243,8 @@ class TranslatedCache(DynamicCache):
         mask = inputs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else torch.as_tensor(mask)
         length = self.get_seq_length()
+        if not length:
+            return {**inputs, self._argument: self}
         if len(input_ids) != len(self.input_ids):
             raise BatchMismatchError(
                 f"The prompt has {len(input_ids)} rows, the translated cache {len(self.input_ids)}. Pass one prompt "
@@ -335,3 +266,52 @@ class TranslatedCache(DynamicCache):
                 "that the source has read (left-padded), or pass the prompt as `input_ids` when making the cache."
             )
         return {**inputs, self._argument: self}
+
+
+def _probe(
+    translation: Translation, mapper: KVMapper, wanted: int | None
+) -> tuple[LayerTranslator, ProbeResult | None]:
+    """Let the target read the tail, if there is a band to compare its loss with."""
+    try:
+        report = mapper.evidence
+    except EvidenceError:  # which only a gate that is not strict has admitted
+        report = None
+    band = None if report is None or report.probe is None else ProbeBand.from_dict(report.probe)
+    if band is None and wanted:
+        raise EvidenceError(
+            f"`probe_tokens` is {wanted}, but the evidence of mapper {mapper.name} has no band to compare the loss on "
+            "them with. Evaluate the mapper on more text, or leave `probe_tokens` out."
+        )
+    tokens = 0
+    if band is not None and translation.length:
+        shortest = int(translation.attention_mask.sum(-1).min())
+        tokens = band.num_tokens(shortest - translation.num_sinks, wanted)
+    if not tokens:
+        return translation, None
+    readings, cache = read_tail(translation, tokens)
+    return FilledTranslator(translation, cache), band.judge(readings, tokens)
+
+
+def _report(
+    outcome: str,
+    mapper: KVMapper,
+    translation: Translation | None = None,
+    verdict: Verdict | None = None,
+    probe: ProbeResult | None = None,
+) -> TransferReport:
+    report = TransferReport(
+        outcome, mapper.name, getattr(mapper.config, "_commit_hash", None), verdict=verdict, probe=probe
+    )
+    if translation is None:
+        return report
+    native = (translation.num_sinks + (probe.tokens if probe is not None else 0)) * translation.batch_size
+    return dataclasses.replace(
+        report,
+        source_tokens=int(translation.source_kv.attention_mask.sum()),
+        translated_tokens=int(translation.attention_mask.sum()) - native,
+        native_tokens=native,
+        held_back_tokens=translation.held_back_tokens,
+        coverage=translation.coverage,
+        boundary_share=translation.boundary_share,
+        layer_seconds=translation.layer_seconds,
+    )

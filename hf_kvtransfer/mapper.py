@@ -1,18 +1,25 @@
-"""The artifact: a config and one layer map for each target layer."""
+"""The artifact: a config, one layer map for each target layer, and the evidence of what they are worth."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from .errors import MapperFormatError
+from .fidelity.report import FIDELITY_FILE, FidelityReport
 from .geometry import KVGeometry
 from .maps import build_layer_map
 
 
 FORMAT_VERSION = 1
+
+# What `cached_file` needs to know to find a file beside the weights.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "subfolder")
 
 
 class KVMapperConfig(PreTrainedConfig):
@@ -95,6 +102,9 @@ class KVMapper(PreTrainedModel):
             else nn.Identity()
             for i, spec in enumerate(config.layers)
         )
+        self._evidence: FidelityReport | None = None
+        self._evidence_file: str | None = None  # read when it is first asked for
+        self._digest: tuple[tuple, str] | None = None
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
@@ -104,6 +114,46 @@ class KVMapper(PreTrainedModel):
     def name(self) -> str:
         """Where the mapper came from, for messages."""
         return self.config._name_or_path or f"{self.config.source['name']} -> {self.config.target['name']}"
+
+    @property
+    def evidence(self) -> FidelityReport | None:
+        """
+        What was measured with this mapper: the `fidelity.json` beside its weights, or a report that was set.
+
+        Raises:
+            `EvidenceError`: the file is damaged or was edited.
+        """
+        if self._evidence is None and self._evidence_file is not None:
+            self._evidence = FidelityReport.load(self._evidence_file)
+        return self._evidence
+
+    @evidence.setter
+    def evidence(self, report: FidelityReport | None) -> None:
+        self._evidence, self._evidence_file = report, None
+
+    def digest(self) -> str:
+        """
+        Says whether two mappers are the same: SHA-256 of what the config says about the pair and the layout, and of
+        the weights rounded to bfloat16, so that it does not depend on the dtype they were loaded in.
+        """
+        state = self.state_dict()
+        version = tuple((tensor.data_ptr(), tensor._version) for tensor in state.values())
+        if self._digest is None or self._digest[0] != version:
+            sides = [[side["geometry"], side["tokenizer"]] for side in (self.config.source, self.config.target)]
+            layout = [sides, self.config.layers, self.config.token_features, self.config.sink_tokens]
+            digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode())
+            for name, tensor in sorted(state.items()):
+                digest.update(name.encode())
+                digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
+            self._digest = version, digest.hexdigest()
+        return self._digest[1]
+
+    def save_pretrained(self, save_directory: str | Path, *args, **kwargs) -> None:
+        """As [`~transformers.PreTrainedModel.save_pretrained`], and writes the evidence, if there is any, beside."""
+        evidence = self.evidence
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if evidence is not None:
+            evidence.save(save_directory)
 
     def check_finite(self) -> "KVMapper":
         """Raise [`MapperFormatError`] if a weight is NaN or infinite, else return the mapper."""
@@ -151,4 +201,14 @@ class KVMapper(PreTrainedModel):
                 "Its files are of different versions or damaged: download it or fit it again."
             )
         mapper.check_finite()
+        # Of the same commit as the config, so that weights and evidence of two versions never mix.
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
+        mapper._evidence_file = cached_file(
+            str(pretrained_model_name_or_path),
+            FIDELITY_FILE,
+            revision=getattr(mapper.config, "_commit_hash", None) or kwargs.get("revision"),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **hub,
+        )
         return (mapper, info) if wants_info else mapper

@@ -16,13 +16,12 @@ from hf_kvtransfer import (
     PrefixMismatchError,
     SourceCacheError,
     SourceKV,
-    TranslatedCache,
 )
-from hf_kvtransfer.cache import TranslatedLayer, TranslatedSlidingWindowLayer
 from hf_kvtransfer.compat import cache_argument
+from hf_kvtransfer.layers import TranslatedLayer, TranslatedSlidingWindowLayer
 from hf_kvtransfer.translation import Translation
 
-from .tiny_models import FAMILIES, identity_mapper, random_ids, tiny_model
+from .tiny_models import FAMILIES, identity_mapper, random_ids, tiny_model, ungated_cache
 
 
 # Longer than the windows of the tiny Gemma.
@@ -46,7 +45,7 @@ def gemma():
 
 def translated(model, ids, mapper=None, mask=None, **options):
     source_kv = SourceKV.prefill(model, None, ids, attention_mask=mask)
-    return TranslatedCache(source_kv, mapper or identity_mapper(model), model, **options)
+    return ungated_cache(source_kv, mapper or identity_mapper(model), model, **options)
 
 
 def run(model, ids, cache=None, **options):
@@ -100,7 +99,7 @@ def test_another_document_or_other_positions_are_not_native(model, mapper):
     with torch.no_grad():
         model(ids, use_cache=True, **{cache_argument(model): cache})
     shifted = SourceKV.from_cache(cache, model, ids, position_ids=torch.arange(9, 9 + LENGTH)[None])
-    moved, _ = run(model, ids, TranslatedCache(shifted, mapper, model), max_new_tokens=1)
+    moved, _ = run(model, ids, ungated_cache(shifted, mapper, model), max_new_tokens=1)
     assert (moved - native).abs().max() > 1e-3
 
 
@@ -247,7 +246,7 @@ def test_past_recording_keeps_every_token_for_rollbacks(gemma):
 def test_dtype_comes_from_the_target(model, mapper):
     half = copy.deepcopy(model).to(torch.bfloat16)
     ids = random_ids(model, 1, LENGTH)
-    cache = TranslatedCache(SourceKV.prefill(model, None, ids), mapper, half)
+    cache = ungated_cache(SourceKV.prefill(model, None, ids), mapper, half)
     logits, _ = run(half, ids, cache, max_new_tokens=2)
     assert {layer.keys.dtype for layer in cache.layers} == {layer.values.dtype for layer in cache.layers}
     assert cache.layers[0].keys.dtype == torch.bfloat16
@@ -318,18 +317,18 @@ def test_a_plain_cache_with_its_model_and_ids_is_a_source(model, mapper):
     with torch.no_grad():
         model(ids, use_cache=True, **{cache_argument(model): cache})
     options = {"source_model": model, "source_input_ids": ids}
-    assert_native(model, ids, TranslatedCache(cache, mapper, model, **options))
+    assert_native(model, ids, ungated_cache(cache, mapper, model, **options))
     # The source cache is left as it was, and may be used again.
     assert cache.get_seq_length() == 25
-    assert_native(model, ids, TranslatedCache(cache, mapper, model, **options))
+    assert_native(model, ids, ungated_cache(cache, mapper, model, **options))
     with pytest.raises(ValueError, match="source_model"):
-        TranslatedCache(cache, mapper, model)
+        ungated_cache(cache, mapper, model)
 
 
 def test_mapper_from_a_folder(gemma, tmp_path):
     identity_mapper(gemma).save_pretrained(tmp_path)
     ids = random_ids(gemma, 1, LENGTH)
-    assert_native(gemma, ids, TranslatedCache(SourceKV.prefill(gemma, None, ids), tmp_path, gemma))
+    assert_native(gemma, ids, ungated_cache(SourceKV.prefill(gemma, None, ids), tmp_path, gemma))
     assert isinstance(KVMapper.from_pretrained(tmp_path), KVMapper)
 
 
@@ -339,6 +338,6 @@ def test_a_wrong_pair_is_refused(gemma):
     with pytest.raises(
         PairMismatchError, match=r"for a source of 3 layers of 2 KV heads x 24.*caches 4 layers of 2 KV heads x 16"
     ):
-        TranslatedCache(SourceKV.prefill(llama, None, ids), identity_mapper(gemma), gemma)
+        ungated_cache(SourceKV.prefill(llama, None, ids), identity_mapper(gemma), gemma)
     with pytest.raises(PairMismatchError, match="for a target of"):
-        TranslatedCache(SourceKV.prefill(gemma, None, ids), identity_mapper(gemma), llama)
+        ungated_cache(SourceKV.prefill(gemma, None, ids), identity_mapper(gemma), llama)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
-from hf_kvtransfer import SourceKV, TranslatedCache
+from hf_kvtransfer import SourceKV
 from hf_kvtransfer.compat import cache_argument
 
-from .tiny_models import identity_mapper, random_ids, tiny_model
+from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -22,7 +22,7 @@ def test_a_target_with_layers_on_disk(family, tmp_path):
     places |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)} | {"lm_head": "cpu"}
     target = dispatch_model(copy.deepcopy(model), places, main_device="cpu", offload_dir=str(tmp_path))
     assert target.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
-    cache = TranslatedCache(SourceKV.prefill(model, None, ids), mapper, target)
+    cache = ungated_cache(SourceKV.prefill(model, None, ids), mapper, target)
     output = target.generate(ids, max_new_tokens=6, do_sample=False, **{cache_argument(target): cache})
     assert torch.equal(output, native)
     # An offloaded model can be the source too.

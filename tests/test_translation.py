@@ -11,12 +11,11 @@ from hf_kvtransfer import (
     PairMismatchError,
     SourceKV,
     TokenizerMismatchError,
-    TranslatedCache,
 )
-from hf_kvtransfer.identity import tokenizer_fingerprint
 from hf_kvtransfer.rotary import Rotary
+from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from .tiny_models import identity_mapper, random_ids, tiny_model
+from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
 
 
 TEXTS = [
@@ -66,7 +65,7 @@ def test_equals_the_map_written_out(pair, mapper, tokenizers, batch):
     source, target = pair
     texts = TEXTS[:batch]
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], texts)
-    cache = TranslatedCache(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"])
+    cache = ungated_cache(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"])
     assert cache.report.native_tokens == 3 * batch
     assert cache.report.held_back_tokens == batch
     assert cache.report.translated_tokens == int(cache.attention_mask.sum()) - 3 * batch
@@ -88,7 +87,7 @@ def test_equals_the_map_written_out(pair, mapper, tokenizers, batch):
 def test_the_target_reads_the_first_tokens_itself(pair, mapper, tokenizers):
     source, target = pair
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], TEXTS)
-    cache = TranslatedCache(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], sink_tokens=5)
+    cache = ungated_cache(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], sink_tokens=5)
     full = 2  # the layer without a window
     for row in range(2):
         ids = cache.input_ids[row, cache.attention_mask[row].bool()]
@@ -105,7 +104,7 @@ def test_a_prompt_that_goes_on_or_is_templated(pair, mapper, tokenizers):
     tokenizer = tokenizers["unigram"]
     context = "[INST] " + TEXTS[1]
     prompt = tokenizer(context + " [/INST] And what do the boats bring?", return_tensors="pt")
-    cache = TranslatedCache(source_kv, mapper, target, target_tokenizer=tokenizer, input_ids=prompt.input_ids)
+    cache = ungated_cache(source_kv, mapper, target, target_tokenizer=tokenizer, input_ids=prompt.input_ids)
     covered = tokenizer.decode(cache.input_ids[0])
     assert TEXTS[1][:-3] in covered
     assert "boats" not in covered
@@ -117,7 +116,7 @@ def test_texts_without_anything_in_common_are_refused(pair, mapper, tokenizers):
     source, target = pair
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], "Zwölf Boxkämpfer jagen Viktor.")
     with pytest.raises(AlignmentError, match="no text in common"):
-        TranslatedCache(
+        ungated_cache(
             source_kv,
             mapper,
             target,
@@ -127,7 +126,7 @@ def test_texts_without_anything_in_common_are_refused(pair, mapper, tokenizers):
     mostly_template = tokenizers["unigram"]("What does the delta " + "x y z " * 40 + "give the farmers?")
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], "What does the delta give the farmers?")
     with pytest.raises(AlignmentError, match="of the target's tokens are text that the source has read"):
-        TranslatedCache(
+        ungated_cache(
             source_kv,
             mapper,
             target,
@@ -140,15 +139,15 @@ def test_other_tokenizers_are_refused(pair, mapper, tokenizers):
     source, target = pair
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], TEXTS[0])
     with pytest.raises(TokenizerMismatchError, match=r"pass the target's tokenizer \(target_tokenizer=\)"):
-        TranslatedCache(source_kv, mapper, target)
+        ungated_cache(source_kv, mapper, target)
     with pytest.raises(TokenizerMismatchError, match="The target's tokenizer .* is not the one that mapper"):
-        TranslatedCache(source_kv, mapper, target, target_tokenizer=tokenizers["wordpiece"])
+        ungated_cache(source_kv, mapper, target, target_tokenizer=tokenizers["wordpiece"])
     with pytest.raises(TokenizerMismatchError, match="The source's tokenizer"):
         other = SourceKV.prefill(source, tokenizers["wordpiece"], TEXTS[0])
-        TranslatedCache(other, mapper, target, target_tokenizer=tokenizers["unigram"])
+        ungated_cache(other, mapper, target, target_tokenizer=tokenizers["unigram"])
     with pytest.raises(TokenizerMismatchError, match="pass the source's tokenizer"):
         bare = SourceKV.prefill(source, None, random_ids(source, 1, 20))
-        TranslatedCache(bare, mapper, target, target_tokenizer=tokenizers["unigram"])
+        ungated_cache(bare, mapper, target, target_tokenizer=tokenizers["unigram"])
 
 
 def test_a_cache_can_be_the_source_when_its_tokenizer_is_given(pair, mapper, tokenizers):
@@ -161,7 +160,7 @@ def test_a_cache_can_be_the_source_when_its_tokenizer_is_given(pair, mapper, tok
     plain = DynamicCache()
     read_into_cache(source, plain, ids)
     options = {"target_tokenizer": tokenizers["unigram"]}
-    cache = TranslatedCache(
+    cache = ungated_cache(
         plain,
         mapper,
         target,
@@ -170,7 +169,7 @@ def test_a_cache_can_be_the_source_when_its_tokenizer_is_given(pair, mapper, tok
         source_tokenizer=tokenizers["bpe"],
         **options,
     )
-    expected = TranslatedCache(SourceKV.prefill(source, tokenizers["bpe"], TEXTS[0]), mapper, target, **options)
+    expected = ungated_cache(SourceKV.prefill(source, tokenizers["bpe"], TEXTS[0]), mapper, target, **options)
     torch.testing.assert_close(cache.layers[1].keys, expected.layers[1].keys)
 
 
@@ -178,7 +177,7 @@ def test_negative_counts_are_refused(pair):
     llama = pair[0]
     source_kv = SourceKV.prefill(llama, None, random_ids(llama, 1, 9))
     with pytest.raises(ValueError, match="`tail_tokens` must be 0 or more, got -1"):
-        TranslatedCache(source_kv, identity_mapper(llama), llama, tail_tokens=-1)
+        ungated_cache(source_kv, identity_mapper(llama), llama, tail_tokens=-1)
 
 
 def test_hidden_sizes_are_checked(pair):
@@ -186,4 +185,4 @@ def test_hidden_sizes_are_checked(pair):
     mapper = identity_mapper(llama)
     mapper.config.token_features = 32
     with pytest.raises(PairMismatchError, match="token embeddings of width 32, those of the target .* are 64 wide"):
-        TranslatedCache(SourceKV.prefill(llama, None, random_ids(llama, 1, 9)), mapper, llama)
+        ungated_cache(SourceKV.prefill(llama, None, random_ids(llama, 1, 9)), mapper, llama)

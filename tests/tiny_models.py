@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_kvtransfer import KVGeometry, KVMapper, KVMapperConfig
+from hf_kvtransfer import FidelityGate, KVGeometry, KVMapper, KVMapperConfig, TranslatedCache
 
 
 # A wide initialisation, so that attention and not only the last token decides what comes next.
@@ -123,3 +123,8 @@ def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
 def random_ids(model: PreTrainedModel, *shape: int, seed: int = 0) -> torch.Tensor:
     """Token ids without special tokens."""
     return torch.randint(3, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ungated_cache(*args, **options) -> TranslatedCache:
+    """A cache through a mapper without evidence, which raises where it would otherwise be left empty."""
+    return TranslatedCache(*args, gate=FidelityGate(strict=False), on_refusal="raise", **options)

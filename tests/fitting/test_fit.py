@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_kvtransfer import CalibrationError, SourceKV, TranslatedCache, fit_mapper
+from hf_kvtransfer import CalibrationError, SourceKV, fit_mapper
 from hf_kvtransfer.compat import cache_argument, read_into_cache
 
-from ..tiny_models import FAMILIES, plant, random_ids, tiny_model
+from ..tiny_models import FAMILIES, plant, random_ids, tiny_model, ungated_cache
 from ..tiny_tokenizers import SENTENCES
 
 
@@ -22,7 +22,7 @@ def generate(target, prompt, **cache):
 
 def logit_error(native, source_kv, mapper, target, prompt):
     """Largest difference of the logits from native, over the steps at which both have generated the same so far."""
-    cache = TranslatedCache(source_kv, mapper, target)
+    cache = ungated_cache(source_kv, mapper, target)
     sequences, logits = generate(target, prompt, **{cache_argument(target): cache})
     same = (sequences == native[0])[0].long().cumprod(0).sum().item()
     steps = min(same - CONTEXT + 1, GENERATED)

@@ -1,0 +1,205 @@
+"""Is this mapper, on this pair of models, good enough to be used? Decided on its evidence."""
+
+import dataclasses
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..cache_policy import cache_policy
+from ..errors import EvidenceError
+from ..identity import ModelIdentity
+from ..mapper import KVMapper
+from ..source import SourceKV
+from .report import FidelityReport
+from .statistics import MIN_POSITIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """
+    What a gate decided.
+
+    Args:
+        admitted (`bool`):
+            Whether the mapper may be used.
+        reasons (`tuple[str, ...]`):
+            All that speaks against it; with a gate that is not strict it is admitted in spite of them.
+        strict (`bool`):
+            Whether the gate was strict.
+        mapper (`str`):
+            The mapper's name.
+    """
+
+    admitted: bool
+    reasons: tuple[str, ...]
+    strict: bool
+    mapper: str
+
+    def __str__(self) -> str:
+        word = "admitted" if self.admitted else "refused"
+        if self.admitted and self.reasons:
+            word = "admitted by a gate that is not strict, in spite of this"
+        return "\n  - ".join([f"{self.mapper}: {word}", *self.reasons])
+
+
+@dataclasses.dataclass(frozen=True)
+class FidelityGate:
+    """
+    Thresholds that a mapper's evidence must meet.
+
+    The gap recovered is the measure: 0 is what the target does without the context, 1 is what it does after reading
+    it. Agreement and loss alone flatter a mapper, since most tokens are easy without any context.
+
+    Args:
+        min_gap_recovered (`float`, *optional*, defaults to 0.5):
+            For the *worst* capability for which the context matters at all. Below one half the target has lost more
+            of what the context was worth than it has kept. A capability of fewer than 8 documents is too small to be
+            judged by itself, but counts in everything else.
+        min_late_turns (`float`, *optional*, defaults to 0.5):
+            For the late-turn-weighted mean over dialogues, where errors have had the longest context to build up.
+            Not asked of evidence without dialogues.
+        min_agreement (`float`, *optional*, defaults to 0.7):
+            Share of positions at which the target's most probable token is the native one, over all text.
+        max_control (`float`, *optional*, defaults to 0.25):
+            Gap recovered by a translation of another document, and by a random map. A control that recovers more shows
+            that the measure does not look at the content. Each must also lie wholly below the mapper's own interval.
+        min_positions (`int`, *optional*, defaults to 384):
+            Scored positions: the standard error of an agreement of one half is then 2.5 percentage points.
+        allow_unverified (`bool`, *optional*, defaults to `False`):
+            Whether weights may go unverified that cannot be compared with those that were measured, because one of
+            the two copies is quantised.
+        strict (`bool`, *optional*, defaults to `True`):
+            Whether to refuse. If `False` every mapper is admitted, and the verdict still lists what speaks against it.
+    """
+
+    min_gap_recovered: float = 0.5
+    min_late_turns: float = 0.5
+    min_agreement: float = 0.7
+    max_control: float = 0.25
+    min_positions: int = MIN_POSITIONS
+    allow_unverified: bool = False
+    strict: bool = True
+
+    def admit(
+        self,
+        mapper: KVMapper,
+        source: PreTrainedModel | SourceKV | None,
+        target: PreTrainedModel | None,
+        *,
+        source_tokenizer: PreTrainedTokenizerBase | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Verdict:
+        """
+        Decide whether a mapper may be used on a pair of models.
+
+        Args:
+            mapper ([`KVMapper`]):
+                With its evidence.
+            source (`PreTrainedModel` or [`SourceKV`], *optional*):
+                The source, or what it has read. `None` leaves it unchecked.
+            target (`PreTrainedModel`, *optional*):
+                The model that is to continue. `None` leaves it unchecked.
+            source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
+            target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+                Compared with those of the evidence if given.
+
+        Returns:
+            [`Verdict`]
+        """
+        try:
+            report = mapper.evidence
+        except EvidenceError as error:
+            return self._verdict(mapper, [str(error)])
+        if report is None:
+            return self._verdict(
+                mapper,
+                [
+                    "it has no evidence (fidelity.json): nobody has measured what it is worth. Run `hf-kvtransfer "
+                    "evaluate`, or `evaluate_mapper`, on text of your own"
+                ],
+            )
+        reasons = []
+        if report.mapper["digest"] != mapper.digest():
+            reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
+        if isinstance(source, SourceKV):
+            reasons += self._compare("source", report.source, source.identity, source.cache_policy)
+        elif source is not None:
+            identity = ModelIdentity.from_model(source, source_tokenizer)
+            reasons += self._compare("source", report.source, identity, cache_policy(source))
+        if target is not None:
+            identity = ModelIdentity.from_model(target, target_tokenizer)
+            reasons += self._compare("target", report.target, identity, cache_policy(target))
+        return self._verdict(mapper, reasons + self.judge(report))
+
+    def judge(self, report: FidelityReport) -> list[str]:
+        """
+        What a report's figures leave to be desired, whatever the models at hand.
+
+        Returns:
+            `list[str]`: Empty if every threshold is met.
+        """
+        figures, reasons = report.figures, []
+        if figures["positions"] < self.min_positions:
+            reasons.append(
+                f"only {figures['positions']} positions were scored, at least {self.min_positions} are needed to "
+                "admit anything"
+            )
+        gaps = {
+            name: gap["value"]
+            for name, capability in figures["capabilities"].items()
+            if (gap := capability["arms"]["translated"]["gap_recovered"]) is not None
+        }
+        overall = figures["arms"]["translated"]["gap_recovered"]
+        if overall is None or not gaps:
+            reasons.append("the context made no clear difference to the target in what was measured")
+        elif min(gaps.values()) < self.min_gap_recovered:
+            worst = min(gaps, key=gaps.__getitem__)
+            reasons.append(
+                f"it recovers {gaps[worst]:.2f} of the gap in its worst capability ({worst}), at least "
+                f"{self.min_gap_recovered} is asked for"
+            )
+        late_turns = figures["late_turns"] and figures["late_turns"]["arms"]["translated"]["gap_recovered"]
+        if late_turns and late_turns["value"] < self.min_late_turns:
+            reasons.append(
+                f"it recovers {late_turns['value']:.2f} of the gap in dialogues, late turns weighted most, at least "
+                f"{self.min_late_turns} is asked for"
+            )
+        arms = figures["arms"]
+        if arms["translated"]["agreement"] < self.min_agreement:
+            reasons.append(
+                f"the next token is the native one in {arms['translated']['agreement']:.2f} of the positions, at "
+                f"least {self.min_agreement} is asked for"
+            )
+        for name in ("other_document", "random_map"):
+            control = arms.get(name, {}).get("gap_recovered")
+            if overall is None:
+                continue
+            if control is None:
+                reasons.append(f"the control {name!r} was not measured")
+            elif control["value"] > self.max_control or control["high"] >= overall["low"]:
+                reasons.append(
+                    f"the control {name!r} recovers {control['value']:.2f} of the gap, too close to the mapper's own "
+                    f"{overall['value']:.2f}: what was measured does not depend on the content"
+                )
+        return reasons
+
+    def _compare(self, side: str, evidence: dict, identity: ModelIdentity, policy: dict | None) -> list[str]:
+        """How a model at hand differs from the one that was measured."""
+        try:
+            differences = ModelIdentity.from_dict(evidence["identity"]).differences(identity)
+        except (KeyError, TypeError, ValueError) as error:
+            return [f"its evidence does not say which {side} was measured ({error!r})"]
+        reasons = [
+            f"the {side} is not the one that was measured: {difference.part} {difference.status} ({difference.detail})"
+            for difference in differences
+            if not (difference.status == "unverified" and self.allow_unverified)
+        ]
+        measured = evidence["cache_policy"]
+        return reasons + [
+            f"the {side}'s cache is {'' if policy[key] else 'not '}{key}, the measured one was "
+            f"{'' if measured.get(key) else 'not '}{key}"
+            for key in ("quantized", "evicting")
+            if policy is not None and policy[key] != measured.get(key)
+        ]
+
+    def _verdict(self, mapper: KVMapper, reasons: list[str]) -> Verdict:
+        return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper.name)

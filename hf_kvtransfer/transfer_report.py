@@ -1,0 +1,74 @@
+"""What became of one request."""
+
+import dataclasses
+
+from .fidelity.gate import Verdict
+from .fidelity.probe_band import ProbeResult
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferReport:
+    """
+    What a translated cache stands for, token by token, summed over the batch; or why it is empty.
+
+    Args:
+        outcome (`str`):
+            `"translated"`, or `"recomputed"` if the target reads the context itself.
+        mapper (`str`):
+            Where the mapper came from.
+        revision (`str`, *optional*):
+            Its commit, if it came from the Hub.
+        reasons (`tuple[str, ...]`):
+            Why the target recomputes.
+        verdict ([`Verdict`], *optional*):
+            What the gate decided. `None` if it was not asked.
+        probe ([`ProbeResult`], *optional*):
+            What the probe found. `None` if there was none: it was turned off, the evidence has no band for it, or the
+            context is too short.
+        source_tokens (`int`):
+            Tokens that the source read.
+        translated_tokens (`int`):
+            Target tokens whose keys and values are translated.
+        native_tokens (`int`):
+            Target tokens of the context that the target has read itself, at its start and for the probe.
+        held_back_tokens (`int`):
+            Target tokens at the end of the context that the target still has to read.
+        coverage (`float`):
+            Share of the target's tokens behind which a source token stands.
+        boundary_share (`float`):
+            Share of those that end where their source token ends.
+        layer_seconds (`dict[int, float]`):
+            How long the translation of each layer took. Filled as layers are translated.
+    """
+
+    outcome: str
+    mapper: str
+    revision: str | None = None
+    reasons: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    probe: ProbeResult | None = None
+    source_tokens: int = 0
+    translated_tokens: int = 0
+    native_tokens: int = 0
+    held_back_tokens: int = 0
+    coverage: float = 0.0
+    boundary_share: float = 0.0
+    layer_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __deepcopy__(self, memo) -> "TransferReport":
+        return self  # copies of a cache share their translation, and with it the times
+
+    def __str__(self) -> str:
+        mapper = self.mapper + (f"@{self.revision[:7]}" if self.revision else "")
+        if self.outcome == "recomputed":
+            return "\n  - ".join([f"{mapper}: the target reads the context itself", *self.reasons])
+        probe = ""
+        if self.probe is not None:
+            probe = f"; {self.probe}"
+        text = (
+            f"{mapper}: {self.translated_tokens} tokens translated, {self.native_tokens} read by the target, "
+            f"{self.held_back_tokens} held back (source: {self.source_tokens}, coverage {self.coverage:.0%}){probe}"
+        )
+        if self.verdict is not None and self.verdict.reasons:
+            text = "\n  - ".join([f"{text}; the gate was not strict, in spite of this", *self.verdict.reasons])
+        return text
