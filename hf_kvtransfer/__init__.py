@@ -1,23 +1,37 @@
 """Translate a language model's KV cache to another model's, instead of reading the context again."""
 
-from .cache import TranslatedCache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     AlignmentError,
     BatchMismatchError,
     CalibrationError,
+    EvaluationDataError,
+    EvidenceError,
     KVTransferError,
     MapperFormatError,
     PairMismatchError,
     PrefixMismatchError,
+    RefusedError,
     SourceCacheError,
     TokenizerMismatchError,
     UnsupportedModelError,
 )
-from .fitting import fit_mapper
-from .geometry import KVGeometry
-from .mapper import KVMapper, KVMapperConfig
-from .source import SourceKV
-from .translation import TransferReport
+
+
+if TYPE_CHECKING:
+    from .cache import TranslatedCache
+    from .fidelity.evaluate import evaluate_mapper
+    from .fidelity.gate import FidelityGate, Verdict
+    from .fidelity.report import FidelityReport
+    from .fidelity.shadow import ShadowTransfer
+    from .fitting import fit_mapper
+    from .geometry import KVGeometry
+    from .identity import ModelIdentity
+    from .mapper import KVMapper, KVMapperConfig
+    from .source import SourceKV
+    from .transfer_report import TransferReport
 
 
 __version__ = "0.1.0.dev0"
@@ -26,18 +40,55 @@ __all__ = [
     "AlignmentError",
     "BatchMismatchError",
     "CalibrationError",
+    "EvaluationDataError",
+    "EvidenceError",
+    "FidelityGate",
+    "FidelityReport",
     "KVGeometry",
     "KVMapper",
     "KVMapperConfig",
     "KVTransferError",
     "MapperFormatError",
+    "ModelIdentity",
     "PairMismatchError",
     "PrefixMismatchError",
+    "RefusedError",
+    "ShadowTransfer",
     "SourceCacheError",
     "SourceKV",
     "TokenizerMismatchError",
     "TransferReport",
     "TranslatedCache",
     "UnsupportedModelError",
+    "Verdict",
+    "evaluate_mapper",
     "fit_mapper",
 ]
+
+# Imported when first asked for: `hf-kvtransfer --help` need not wait for torch and transformers.
+_MODULES = {
+    "FidelityGate": ".fidelity.gate",
+    "FidelityReport": ".fidelity.report",
+    "KVGeometry": ".geometry",
+    "KVMapper": ".mapper",
+    "KVMapperConfig": ".mapper",
+    "ModelIdentity": ".identity",
+    "ShadowTransfer": ".fidelity.shadow",
+    "SourceKV": ".source",
+    "TransferReport": ".transfer_report",
+    "TranslatedCache": ".cache",
+    "Verdict": ".fidelity.gate",
+    "evaluate_mapper": ".fidelity.evaluate",
+    "fit_mapper": ".fitting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,65 @@
+"""`hf-kvtransfer gate`: may this mapper be used?"""
+
+from typing import Annotated
+
+import typer
+
+from . import loading, output
+
+
+EVIDENCE_ALONE = "Judged on the evidence alone. With --source and --target the models are checked, too."
+
+
+def gate(
+    mapper: loading.MapperName,
+    source: Annotated[str | None, typer.Option(metavar="ID", help=f"{loading.SOURCE_HELP}, to be checked.")] = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help=f"{loading.TARGET_HELP}, to be checked.")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Show the probe's operating curve, too.")] = False,
+    source_tokenizer: loading.SourceTokenizer = None,
+    target_tokenizer: loading.TargetTokenizer = None,
+    dtype: loading.DType = "auto",
+    device_map: loading.DeviceMap = "auto",
+    revision: loading.Revision = "main",
+    as_json: loading.AsJson = False,
+) -> None:
+    """
+    Show a mapper's evidence, and tell whether it may be used.
+
+    Reads the `fidelity.json` that `evaluate` wrote and holds it against the gate's thresholds. With `--source` and
+    `--target` it also loads the two models and checks that they are those that were measured: weights, adapters,
+    tokenizers, rotary embeddings.
+
+    Examples:
+
+    ```
+    hf-kvtransfer gate my-mapper
+    hf-kvtransfer gate me/source--target --revision v2 --probe
+    hf-kvtransfer gate my-mapper --source org/source --target org/target && ./deploy
+    ```
+
+    Exit code: 0 admitted, 1 refused, 2 error.
+    """
+    if (source is None) != (target is None):
+        given = "--source" if source else "--target"
+        raise typer.BadParameter("both models are checked, or none: give the other one, too.", param_hint=given)
+
+    from ..errors import EvidenceError
+    from ..fidelity.gate import FidelityGate
+
+    loaded = loading.load_mapper(mapper, revision)
+    try:
+        report = loaded.evidence
+    except EvidenceError:  # the verdict will say so
+        report = None
+    models: tuple = (None, None)
+    tokenizers: dict = {}
+    if source is not None:
+        models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
+    verdict = FidelityGate().admit(loaded, *models, **tokenizers)
+    if as_json:
+        output.print_json(verdict, report, models_checked=source is not None)
+    else:
+        if report is not None:
+            output.print_report(report, probe)
+        output.print_verdict(verdict, EVIDENCE_ALONE if source is None else None)
+    raise typer.Exit(0 if verdict.admitted else 1)
