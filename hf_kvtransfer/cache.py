@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .compat import cache_argument
-from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
-from .fidelity.gate import FidelityGate, Verdict
+from .errors import BatchMismatchError, EvidenceError, PrefixMismatchError, RefusedError
+from .fidelity.gate import FidelityGate
 from .fidelity.probe_band import ProbeBand, ProbeResult
 from .fidelity.tail_reading import read_tail
 from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
@@ -56,8 +56,10 @@ class TranslatedCache(DynamicCache):
             Last tokens of the context that are held back for the target to read. At least 1 if the prompt is no longer
             than the context: `generate` reads everything twice when the cache is as long as the prompt.
         probe_tokens (`int`, *optional*):
-            Tokens before these that the target reads at once, on top of the translated rest, to compare its loss there
-            with the band in the mapper's evidence. By default as many as the evidence recommends; 0 for no probe.
+            Tokens before these that the target reads at once, on top of the translated rest, to compare what it makes
+            of them with the bands in the mapper's evidence: 8, 16 or 32, other numbers are rounded down to one of
+            these, and contexts of less than twice as many tokens are probed with fewer, below 16 not at all. By
+            default as many as the evidence recommends; 0 for no probe.
         gate ([`FidelityGate`], *optional*):
             What is asked of the mapper's evidence.
         on_refusal (`str`, *optional*, defaults to `"recompute"`):
@@ -68,7 +70,7 @@ class TranslatedCache(DynamicCache):
     Raises:
         `ValueError`: an argument that is wrong whatever the models.
         [`KVTransferError`]: with `on_refusal="raise"`, a subclass of it says what does not fit; [`RefusedError`] if it
-            is the gate or the probe that refuses.
+            is the gate or the probe that refuses. What goes wrong in the models themselves is raised as it is.
 
     Example:
 
@@ -108,6 +110,7 @@ class TranslatedCache(DynamicCache):
             )
         super().__init__(config=target.config)
         self._argument = cache_argument(target)
+        self._cache_implementation = getattr(target.generation_config, "cache_implementation", None)
         self._on_refusal = on_refusal
         # Layers as they were before this forward pass, to go back to if a later one fails. Updates replace tensors.
         self._before: dict[int, tuple[type, dict[str, Any]]] = {}
@@ -121,8 +124,10 @@ class TranslatedCache(DynamicCache):
                 mapper = cast(
                     KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype)
                 )
-            verdict = (gate or FidelityGate()).admit(mapper, source, target, target_tokenizer=target_tokenizer)
-            self.report = _report("recomputed", mapper, verdict=verdict)
+            verdict = (gate or FidelityGate()).admit(
+                mapper, source, target, target_tokenizer=target_tokenizer, sink_tokens=sink_tokens
+            )
+            self.report = TransferReport.make("recomputed", mapper, verdict=verdict)
             if not verdict.admitted:
                 raise RefusedError(str(verdict))
             translation = Translation(
@@ -136,25 +141,24 @@ class TranslatedCache(DynamicCache):
                 tail_tokens=tail_tokens,
             )
             translator, probe = _probe(translation, mapper, probe_tokens)
-            self.report = _report("recomputed", mapper, verdict=verdict, probe=probe)
+            self.report = TransferReport.make("recomputed", mapper, verdict=verdict, probe=probe)
             if probe is not None and not probe.passed:
                 raise RefusedError(f"The translated cache does not stand for this context: {probe}.")
-        # Whatever fails while nothing has been used yet, running out of memory included, costs time only.
-        except (KVTransferError, RuntimeError, MemoryError, OSError) as error:
+        # Whatever fails while nothing has been used yet costs time only; wrong arguments were refused above.
+        except Exception as error:
             if on_refusal == "raise":
                 raise
-            self.input_ids = torch.empty(0, 0, dtype=torch.long)
-            self.attention_mask = self.input_ids
-            self._refuse(error)
+            self._forget()
+            self._refuse(_describe(error))
             return
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
-        self.report = _report("translated", mapper, translation, verdict=verdict, probe=probe)
+        self.report = TransferReport.make("translated", mapper, translation, verdict=verdict, probe=probe)
         install(self, translator)
 
     @property
     def is_translation(self) -> bool:
         """Whether tokens are translated, and the cache is thus no source for another translation."""
-        return self.report.outcome == "translated"
+        return self.report.outcome == "translated" and self.input_ids.shape[1] > 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if self._is_settled:
@@ -165,6 +169,7 @@ class TranslatedCache(DynamicCache):
         cls, attributes = type(layer), dict(vars(layer))
         if isinstance(layer, PendingLayer):
             attributes["pending"] = dataclasses.replace(layer.pending)
+        failure = None
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException as error:
@@ -173,7 +178,10 @@ class TranslatedCache(DynamicCache):
             self._restore()
             if not is_first or not self._can_recompute(error):
                 raise
-            self._recompute(error)
+            failure = _describe(error)
+        if failure is not None:
+            # Not while the error is handled: it would keep alive what the translation had allocated.
+            self._recompute(failure)
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._before[layer_idx] = cls, attributes
         if not any(isinstance(layer, PendingLayer) for layer in self.layers):
@@ -191,7 +199,8 @@ class TranslatedCache(DynamicCache):
 
     def _can_recompute(self, error: BaseException) -> bool:
         """Whether the target can still read the context itself: no layer was used before, and it would help."""
-        own = [layer for layer in self.layers if layer.is_initialized]
+        # Layers that share another one's states count as initialised, but hold nothing.
+        own = [layer for layer in self.layers if layer.is_initialized and not getattr(layer, "is_dummy", False)]
         return (
             self._on_refusal == "recompute"
             and self.is_translation
@@ -201,19 +210,28 @@ class TranslatedCache(DynamicCache):
             and all(isinstance(layer, PendingLayer) for layer in own)
         )
 
-    def _recompute(self, error: BaseException) -> None:
+    def _recompute(self, failure: str) -> None:
         """Let the target read the context, in the middle of its forward pass, and stand in for the translation."""
         pending = [layer for layer in self.layers if isinstance(layer, PendingLayer)]
         translator = pending[0].pending.translator
         native = FilledTranslator(translator, translator.prefill())
         for layer in pending:
             layer.pending.translator = native
-        self._refuse(error)
+        self._refuse(failure)
 
-    def _refuse(self, error: BaseException) -> None:
+    def _forget(self) -> None:
+        """Stand for no tokens of a translation."""
+        self.input_ids = torch.empty(0, 0, dtype=torch.long)
+        self.attention_mask = self.input_ids
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+
+    def _refuse(self, failure: str) -> None:
         report = self.report
         refused_by_gate = report.verdict is not None and not report.verdict.admitted
-        reasons = report.verdict.reasons if refused_by_gate else (f"{type(error).__name__}: {error}",)
+        reasons = report.verdict.reasons if refused_by_gate else (failure,)
         self.report = dataclasses.replace(
             report,
             outcome="recomputed",
@@ -233,7 +251,8 @@ class TranslatedCache(DynamicCache):
                 `attention_mask`, `[batch, tokens]`.
 
         Returns:
-            `dict`: Arguments for `generate`, the cache among them.
+            `dict`: Arguments for `generate`, the cache among them; also `cache_implementation=None` for a checkpoint
+            whose generation config asks for another kind of cache, with which `generate` takes none.
 
         Raises:
             `PrefixMismatchError`: the prompt does not start with [`TranslatedCache.input_ids`], or ends with them.
@@ -243,8 +262,13 @@ class TranslatedCache(DynamicCache):
         mask = inputs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else torch.as_tensor(mask)
         length = self.get_seq_length()
-        if not length:
-            return {**inputs, self._argument: self}
+        arguments = {**inputs, self._argument: self}
+        if self._cache_implementation is not None:
+            arguments["cache_implementation"] = None
+        # What has been read since, by `generate`, is not known here.
+        checked = min(length, self.input_ids.shape[1])
+        if not checked:
+            return arguments
         if len(input_ids) != len(self.input_ids):
             raise BatchMismatchError(
                 f"The prompt has {len(input_ids)} rows, the translated cache {len(self.input_ids)}. Pass one prompt "
@@ -255,9 +279,9 @@ class TranslatedCache(DynamicCache):
                 f"The prompt has {input_ids.shape[1]} tokens, the translated cache already stands for {length}: at "
                 "least one token must be left to read. Append to the prompt, or call `cache.crop(-1)`."
             )
-        known = self.attention_mask[:, :length].bool()
-        found, expected = input_ids[:, :length].cpu(), self.input_ids[:, :length]
-        differs = (mask[:, :length].cpu().bool() != known) | (known & (found != expected))
+        known = self.attention_mask[:, :checked].bool()
+        found, expected = input_ids[:, :checked].cpu(), self.input_ids[:, :checked]
+        differs = (mask[:, :checked].cpu().bool() != known) | (known & (found != expected))
         if differs.any():
             row, column = differs.nonzero()[0].tolist()
             raise PrefixMismatchError(
@@ -265,7 +289,7 @@ class TranslatedCache(DynamicCache):
                 f"cache stands for token {expected[row, column].item()} there. Start each prompt with the context "
                 "that the source has read (left-padded), or pass the prompt as `input_ids` when making the cache."
             )
-        return {**inputs, self._argument: self}
+        return arguments
 
 
 def _probe(
@@ -292,26 +316,5 @@ def _probe(
     return FilledTranslator(translation, cache), band.judge(readings, tokens)
 
 
-def _report(
-    outcome: str,
-    mapper: KVMapper,
-    translation: Translation | None = None,
-    verdict: Verdict | None = None,
-    probe: ProbeResult | None = None,
-) -> TransferReport:
-    report = TransferReport(
-        outcome, mapper.name, getattr(mapper.config, "_commit_hash", None), verdict=verdict, probe=probe
-    )
-    if translation is None:
-        return report
-    native = (translation.num_sinks + (probe.tokens if probe is not None else 0)) * translation.batch_size
-    return dataclasses.replace(
-        report,
-        source_tokens=int(translation.source_kv.attention_mask.sum()),
-        translated_tokens=int(translation.attention_mask.sum()) - native,
-        native_tokens=native,
-        held_back_tokens=translation.held_back_tokens,
-        coverage=translation.coverage,
-        boundary_share=translation.boundary_share,
-        layer_seconds=translation.layer_seconds,
-    )
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

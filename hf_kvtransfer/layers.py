@@ -232,7 +232,7 @@ class FilledTranslator:
         layer = self.cache.layers[layer_idx]
         first = self.length - layer.keys.shape[2]
         held = [
-            states[:, :, max(start - first, 0) : stop - first].to(device, dtype)
+            states[:, :, max(start - first, 0) : max(stop - first, 0)].to(device, dtype)
             for states in (layer.keys, layer.values)
         ]
         if start >= first:

@@ -8,7 +8,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .errors import MapperFormatError
 from .fidelity.report import FIDELITY_FILE, FidelityReport
@@ -69,6 +70,9 @@ class KVMapperConfig(PreTrainedConfig):
                 f"{FORMAT_VERSION}. Update hf-kvtransfer or use another revision of the mapper."
             )
         try:
+            for side in (self.source, self.target):
+                if not isinstance(side["name"], str) or not isinstance(side["tokenizer"], str | None):
+                    raise ValueError(f"name {side['name']!r}, tokenizer {side['tokenizer']!r}")
             source, target = (KVGeometry.from_dict(side["geometry"]) for side in (self.source, self.target))
             consistent = len(self.layers) == len(target.layers) and all(
                 (spec is None) == (layer is None) for spec, layer in zip(self.layers, target.layers, strict=True)
@@ -105,6 +109,7 @@ class KVMapper(PreTrainedModel):
         self._evidence: FidelityReport | None = None
         self._evidence_file: str | None = None  # read when it is first asked for
         self._digest: tuple[tuple, str] | None = None
+        self.revision: str | None = None  # the commit it was loaded from
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
@@ -129,19 +134,26 @@ class KVMapper(PreTrainedModel):
 
     @evidence.setter
     def evidence(self, report: FidelityReport | None) -> None:
+        if report is not None:
+            report.check()
         self._evidence, self._evidence_file = report, None
 
     def digest(self) -> str:
         """
         Says whether two mappers are the same: SHA-256 of what the config says about the pair and the layout, and of
-        the weights rounded to bfloat16, so that it does not depend on the dtype they were loaded in.
+        the weights rounded to bfloat16, so that a bfloat16 mapper has the same one in float32.
+
+        It is computed anew when a weight was changed in place, but not after changes through `.data`, which leave no
+        trace.
         """
         state = self.state_dict()
-        version = tuple((tensor.data_ptr(), tensor._version) for tensor in state.values())
+        sides = [[side["geometry"], side["tokenizer"]] for side in (self.config.source, self.config.target)]
+        layout = json.dumps(
+            [sides, self.config.layers, self.config.token_features, self.config.sink_tokens], sort_keys=True
+        )
+        version = (layout, *((tensor.data_ptr(), tensor._version) for tensor in state.values()))
         if self._digest is None or self._digest[0] != version:
-            sides = [[side["geometry"], side["tokenizer"]] for side in (self.config.source, self.config.target)]
-            layout = [sides, self.config.layers, self.config.token_features, self.config.sink_tokens]
-            digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode())
+            digest = hashlib.sha256(layout.encode())
             for name, tensor in sorted(state.items()):
                 digest.update(name.encode())
                 digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
@@ -149,7 +161,14 @@ class KVMapper(PreTrainedModel):
         return self._digest[1]
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs) -> None:
-        """As [`~transformers.PreTrainedModel.save_pretrained`], and writes the evidence, if there is any, beside."""
+        """
+        As [`~transformers.PreTrainedModel.save_pretrained`], and writes the evidence, if there is any, beside.
+
+        Raises:
+            `ValueError`: with `push_to_hub`, which would upload the weights without their evidence.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError("`push_to_hub=True` would leave the evidence behind: call `mapper.push_to_hub(repo_id)`.")
         evidence = self.evidence
         super().save_pretrained(save_directory, *args, **kwargs)
         if evidence is not None:
@@ -171,7 +190,7 @@ class KVMapper(PreTrainedModel):
         Load a mapper from a folder or the Hub.
 
         Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`], `revision`, `subfolder`, `token` and
-        `dtype` among them.
+        `dtype` among them. In place of float16, which has no small bfloat16 numbers, weights are loaded in bfloat16.
 
         Raises:
             `MapperFormatError`: a file or a tensor is missing, left over, of the wrong shape, NaN or Inf, or the
@@ -180,11 +199,27 @@ class KVMapper(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         # Only safetensors: an artifact is data, nothing in it is unpickled.
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+        if kwargs.get("dtype") in (torch.float16, "float16"):
+            kwargs["dtype"] = torch.bfloat16
+        name = str(pretrained_model_name_or_path)
+        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
         try:
-            mapper, info = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        except (OSError, SafetensorError) as error:
+            # Config, weights and evidence of one commit, whatever is pushed in between.
+            config_file = cached_file(name, CONFIG_NAME, revision=kwargs.get("revision"), **hub)
+            commit = extract_commit_hash(config_file, None)
+            if commit is not None:
+                kwargs["revision"] = commit
+            mapper, info = super().from_pretrained(name, *model_args, **kwargs)
+            evidence_file = cached_file(
+                name,
+                FIDELITY_FILE,
+                revision=kwargs.get("revision"),
+                _raise_exceptions_for_missing_entries=False,
+                **hub,
+            )
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise MapperFormatError(
-                f"No mapper can be loaded from {str(pretrained_model_name_or_path)!r}: {error} "
+                f"No mapper can be loaded from {name!r}: {type(error).__name__}: {error} "
                 "A mapper is a folder or Hub repository with config.json and model.safetensors: check the name, or "
                 "download it again."
             ) from error
@@ -197,18 +232,9 @@ class KVMapper(PreTrainedModel):
         if any(problems.values()):
             found = "; ".join(f"{what}: {', '.join(keys[:4])}" for what, keys in problems.items() if keys)
             raise MapperFormatError(
-                f"The tensors of mapper {str(pretrained_model_name_or_path)!r} do not fit its config ({found}). "
+                f"The tensors of mapper {name!r} do not fit its config ({found}). "
                 "Its files are of different versions or damaged: download it or fit it again."
             )
         mapper.check_finite()
-        # Of the same commit as the config, so that weights and evidence of two versions never mix.
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if kwargs.get(name) is not None}
-        mapper._evidence_file = cached_file(
-            str(pretrained_model_name_or_path),
-            FIDELITY_FILE,
-            revision=getattr(mapper.config, "_commit_hash", None) or kwargs.get("revision"),
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **hub,
-        )
+        mapper._evidence_file, mapper.revision = evidence_file, commit
         return (mapper, info) if wants_info else mapper

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .compat import read_into_cache
+from .compat import read_into_cache, unwrap
 from .errors import UnsupportedModelError
 from .rotary_call import RotaryCall, cos_and_sin
 
@@ -142,9 +142,7 @@ def probe_model(model: PreTrainedModel) -> Probe:
     Raises:
         [`UnsupportedModelError`]: if a layer keeps a state that is not keys and values token by token.
     """
-    # The model inside a PEFT wrapper is the one with the adapter's layers in it, and has the signature to look at.
-    get_base_model = getattr(model, "get_base_model", None)
-    model = model if get_base_model is None else get_base_model()
+    model = unwrap(model)
     dtype, probe = _PROBES.get(model, (None, None))
     # Casting a model afterwards changes the rounding of its cos and sin.
     if probe is None or dtype != model.dtype:

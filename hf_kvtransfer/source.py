@@ -233,6 +233,9 @@ class SourceKV:
         """
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         mask, positions = _mask_and_positions(input_ids, attention_mask, position_ids)
+        if token_losses is not None:
+            _check_shape("token_losses", token_losses, input_ids)
+            token_losses = token_losses.float().cpu()
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
         check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions)
@@ -324,13 +327,17 @@ def _mask_and_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device).long()
     positions = positions_from_mask(mask) if position_ids is None else position_ids.to(input_ids.device)
-    for name, tensor in (("attention_mask", mask), ("position_ids", positions)):
-        if tensor.shape != input_ids.shape:
-            raise BatchMismatchError(
-                f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
-            )
+    _check_shape("attention_mask", mask, input_ids)
+    _check_shape("position_ids", positions, input_ids)
     check_left_padded(mask)
     return mask, positions
+
+
+def _check_shape(name: str, tensor: torch.Tensor, input_ids: torch.Tensor) -> None:
+    if tensor.shape != input_ids.shape:
+        raise BatchMismatchError(
+            f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
+        )
 
 
 def _last_losses(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

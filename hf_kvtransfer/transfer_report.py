@@ -4,6 +4,8 @@ import dataclasses
 
 from .fidelity.gate import Verdict
 from .fidelity.probe_band import ProbeResult
+from .mapper import KVMapper
+from .translation import Translation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,32 @@ class TransferReport:
     coverage: float = 0.0
     boundary_share: float = 0.0
     layer_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        outcome: str,
+        mapper: KVMapper,
+        translation: Translation | None = None,
+        *,
+        verdict: Verdict | None = None,
+        probe: ProbeResult | None = None,
+    ) -> "TransferReport":
+        """A report with the counts of a translation, if there is one."""
+        report = cls(outcome, mapper.name, mapper.revision, verdict=verdict, probe=probe)
+        if translation is None:
+            return report
+        native = (translation.num_sinks + (probe.tokens if probe is not None else 0)) * translation.batch_size
+        return dataclasses.replace(
+            report,
+            source_tokens=int(translation.source_kv.attention_mask.sum()),
+            translated_tokens=int(translation.attention_mask.sum()) - native,
+            native_tokens=native,
+            held_back_tokens=translation.held_back_tokens,
+            coverage=translation.coverage,
+            boundary_share=translation.boundary_share,
+            layer_seconds=translation.layer_seconds,
+        )
 
     def __deepcopy__(self, memo) -> "TransferReport":
         return self  # copies of a cache share their translation, and with it the times

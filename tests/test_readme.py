@@ -1,12 +1,15 @@
 """The README's Python is run as it stands, on tiny models in place of the Hub's."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_kvtransfer import KVMapper, fit_mapper
+import hf_kvtransfer
+from hf_kvtransfer import FidelityGate, FidelityReport, KVMapper, cache, fit_mapper
+from hf_kvtransfer.fidelity.tables import tables
 
 from .tiny_models import tiny_model
 
@@ -40,8 +43,8 @@ def hub(tokenizers, tmp_path_factory):
     return root
 
 
-def test_the_three_lines(hub, monkeypatch, recwarn):
-    monkeypatch.chdir(hub)
+def run_the_three_lines():
+    """Names that the README's first example leaves, without and with the added lines."""
     (diff,) = blocks("diff")
     names = {"context": CONTEXT[:300], "question": CONTEXT[300:330]}
     native, translated = (
@@ -49,21 +52,49 @@ def test_the_three_lines(hub, monkeypatch, recwarn):
     )
     exec(native, expected := dict(names))
     exec(translated, got := dict(names))
+    return expected, got
+
+
+@pytest.fixture
+def no_evidence_needed(monkeypatch):
+    """Random models give none."""
+    gate = functools.partial(FidelityGate, strict=False)
+    monkeypatch.setattr(hf_kvtransfer, "FidelityGate", gate)
+    monkeypatch.setattr(cache, "FidelityGate", gate)
+
+
+def test_the_three_lines(hub, monkeypatch, recwarn, no_evidence_needed):
+    monkeypatch.chdir(hub)
+    expected, got = run_the_three_lines()
     assert got["cache"].report.translated_tokens > 100
     assert got["output"].shape == expected["output"].shape
     prompt = got["inputs"]["input_ids"]
     assert torch.equal(got["output"][:, : prompt.shape[1]], prompt)
 
 
-def test_fit_your_own(hub, monkeypatch):
+def test_the_three_lines_without_evidence(hub, monkeypatch, recwarn):
+    monkeypatch.chdir(hub)
+    expected, got = run_the_three_lines()
+    assert got["cache"].report.outcome == "recomputed"
+    assert torch.equal(got["output"], expected["output"])
+
+
+def test_python(hub, monkeypatch, recwarn, no_evidence_needed):
     monkeypatch.chdir(hub)
     pushed = []
     monkeypatch.setattr(KVMapper, "push_to_hub", lambda self, name: pushed.append(name))
-    names: dict = {}
+    _, names = run_the_three_lines()
     for block in blocks("python"):
         exec(block, names)
+    assert names["cache"].report.outcome == "translated"
     assert isinstance(KVMapper.from_pretrained("my-mapper"), KVMapper)
     assert pushed == ["me/source--target"]
+
+
+def test_its_tables_are_those_of_the_evidence():
+    evidence = FidelityReport.load(Path(__file__).parents[1] / "mappers" / "smollm2-135m-instruct--gemma-3-270m")
+    for table in tables(evidence):
+        assert table.to_markdown() in README
 
 
 def test_its_commands_name_files_that_exist():

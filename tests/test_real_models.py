@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fidelity import measure
-from hf_kvtransfer import KVMapper, SourceKV, TranslatedCache
+from hf_kvtransfer import FidelityGate, KVMapper, SourceKV, TranslatedCache, evaluate_mapper
 from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.demo_models import load_demo_model
 
-from .tiny_models import identity_mapper
+from .tiny_models import identity_mapper, ungated_cache
 
 
 ROOT = Path(__file__).parents[1]
@@ -34,11 +33,48 @@ def mapper():
 
 
 def test_most_of_the_gap_is_recovered(smollm2, gemma, mapper):
-    texts = [STORY, *((ROOT / name).read_text(encoding="utf-8") for name in ("mappers/README.md", "LICENSE"))]
-    arms = measure(*smollm2, *gemma, mapper, texts, context=256, continuation=64)["arms"]
-    assert arms["translated"]["gap_recovered"] > 0.6
-    assert arms["translated"]["agreement"] > arms["no context"]["agreement"] + 0.1
-    assert arms["another document"]["gap_recovered"] < 0.1
+    (source, source_tokenizer), (target, target_tokenizer) = smollm2, gemma
+    texts = [
+        (ROOT / name).read_text(encoding="utf-8")[i : i + 1000]
+        for name in ("examples/harbour.txt", "LICENSE")
+        for i in range(0, 4500, 900)
+    ]
+    report = evaluate_mapper(
+        mapper,
+        source,
+        target,
+        texts,
+        source_tokenizer=source_tokenizer,
+        target_tokenizer=target_tokenizer,
+        context_tokens=128,
+        continuation_tokens=32,
+        probe_documents=0,
+    )
+    arms = report.figures["arms"]
+    assert arms["translated"]["gap_recovered"]["value"] > 0.6
+    assert arms["translated"]["agreement"] > arms["no_context"]["agreement"] + 0.1
+    assert arms["other_document"]["gap_recovered"]["value"] < 0.1
+    assert arms["random_map"]["gap_recovered"]["value"] < 0.1
+
+
+def test_the_shipped_mapper_is_admitted_for_what_it_is_good_at(smollm2, gemma, mapper):
+    (source, source_tokenizer), (target, target_tokenizer) = smollm2, gemma
+    texts = ("everyday text", "reasoning", "knowledge", "code and documentation")
+    models = (mapper, source, target)
+    tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
+    verdict = FidelityGate(capabilities=texts).admit(*models, **tokenizers)
+    assert verdict.admitted, verdict.reasons
+    # What the mean of all text would hide.
+    verdict = FidelityGate().admit(*models, **tokenizers)
+    assert not verdict.admitted
+    assert "in its worst capability (dialogue)" in verdict.reasons[0]
+    assert mapper.evidence.figures["sufficient"]
+    point = next(
+        point
+        for point in mapper.evidence.probe["curve"]
+        if point["tokens"] == mapper.evidence.probe["tokens"] and point["false_alarm_rate"] == 0.05
+    )
+    assert point["caught"]["other_document"] >= 0.9
 
 
 def test_gemma_continues_a_padded_batch_with_beams(smollm2, gemma, mapper):
@@ -55,7 +91,9 @@ def test_gemma_continues_a_padded_batch_with_beams(smollm2, gemma, mapper):
         target_tokenizer=target_tokenizer,
         input_ids=prompts.input_ids,
         attention_mask=prompts.attention_mask,
+        gate=FidelityGate(capabilities=("everyday text",)),
     )
+    assert cache.report.outcome == "translated", cache.report
     assert cache.report.coverage == 1
     assert cache.report.boundary_share > 0.9
     # The contexts end at one column, and all but their last token is covered.
@@ -70,7 +108,7 @@ def test_gemma_on_its_own_cache_beyond_its_window(gemma):
     ids = tokenizer(STORY, return_tensors="pt").input_ids[:, :600]
     assert ids.shape[1] == 600 > model.config.sliding_window
     source_kv = SourceKV.prefill(model, None, ids)
-    cache = TranslatedCache(source_kv, identity_mapper(model), model)
+    cache = ungated_cache(source_kv, identity_mapper(model), model)
     options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     native = model.generate(ids, **options)
     translated = model.generate(ids, **options, **{cache_argument(model): cache})

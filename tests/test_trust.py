@@ -17,10 +17,14 @@ from hf_kvtransfer import (
     evaluate_mapper,
     fit_mapper,
 )
+from hf_kvtransfer import cache as cache_module
 from hf_kvtransfer.compat import cache_argument
+from hf_kvtransfer.fidelity.tail_reading import read_tail
+from hf_kvtransfer.layers import FilledTranslator
+from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 from hf_kvtransfer.translation import Translation
 
-from .tiny_models import plant, random_ids, tiny_model
+from .tiny_models import identity_mapper, plant, random_ids, tiny_model, ungated_cache
 
 
 CONTEXT = 150
@@ -316,3 +320,98 @@ def test_bad_arguments(source, target, mapper, context):
     for options in ({"probe_tokens": -1}, {"tail_tokens": -1}, {"on_refusal": "ignore"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             TranslatedCache(read(source, context), mapper, target, **options)
+
+
+def test_a_tokenizer_that_was_extended(tokenizers):
+    tokenizer = tokenizers["bpe"]
+    model = tiny_model("llama")
+    mapper = identity_mapper(model)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    mapper.config.source = mapper.config.target = mapper.config.source | {"tokenizer": fingerprint}
+    text = "The farmers wait for the flood. " * 4
+    source_kv = SourceKV.prefill(model, tokenizer, text)
+    gate = FidelityGate(strict=False)
+    assert TranslatedCache(source_kv, mapper, model, target_tokenizer=tokenizer, gate=gate).is_translation
+    extended = copy.deepcopy(tokenizer)
+    extended.add_tokens(["flood"])
+    cache = TranslatedCache(source_kv, mapper, model, target_tokenizer=extended, gate=gate)
+    ids = extended(text, return_tensors="pt").input_ids
+    assert_answered_natively(model, ids[:, ids[0] < model.config.vocab_size], cache, "TokenizerMismatchError")
+
+
+def test_a_config_of_the_wrong_types(source, target, folder, context, tmp_path):
+    KVMapper.from_pretrained(folder).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    right = json.loads(file.read_text())
+    damages = (
+        {"layers": [5] * 4},
+        {"token_features": "64"},
+        {"source": {"geometry": right["source"]["geometry"], "name": "x"}},
+        {"dtype": "float99"},
+    )
+    for damage in damages:
+        file.write_text(json.dumps(right | damage))
+        cache = TranslatedCache(read(source, context), tmp_path, target)
+        assert_answered_natively(target, context, cache, "MapperFormatError")
+    file.write_text("[]")
+    cache = TranslatedCache(read(source, context), tmp_path, target)
+    assert_answered_natively(target, context, cache, "MapperFormatError")
+
+
+def test_evidence_holds_in_every_dtype(source, target, folder, context):
+    for dtype in (torch.bfloat16, torch.float16):
+        half = KVMapper.from_pretrained(folder, dtype=dtype)
+        assert half.dtype == torch.bfloat16
+        assert half.digest() == KVMapper.from_pretrained(folder).digest()
+
+
+def test_a_second_turn(source, target, mapper, context):
+    question = random_ids(target, 1, 5, seed=3)
+    for gate in (FidelityGate(), FidelityGate(min_agreement=1, max_control=-1)):
+        cache = TranslatedCache(read(source, context), mapper, target, gate=gate)
+        prompt = context
+        for _ in range(2):
+            prompt = torch.cat([prompt, question], 1)
+            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+            output = target.generate(**cache.prepare(inputs), max_new_tokens=4, do_sample=False)
+            assert torch.equal(output, target.generate(**inputs, max_new_tokens=4, do_sample=False))
+            prompt = output
+
+
+def test_a_cache_that_was_reset_is_a_source(source, target, mapper, context):
+    cache = TranslatedCache(read(source, context), mapper, target)
+    assert cache.is_translation
+    cache.reset()
+    assert not cache.is_translation
+    generate(target, context, cache)
+    assert cache.get_seq_length() > CONTEXT
+
+
+def test_fewer_sinks_than_were_measured(source, target, mapper, context):
+    cache = TranslatedCache(read(source, context), mapper, target, sink_tokens=1)
+    assert_answered_natively(target, context, cache, "is to read 1 first tokens itself, it read 4 when measured")
+
+
+def test_a_crop_after_a_probe_in_sliding_windows(monkeypatch):
+    """What a window has dropped is translated again."""
+    model = tiny_model("gemma3")
+    ids = random_ids(model, 1, 80)
+    reading = []
+
+    def probe(translation, mapper, wanted):
+        readings, cache = read_tail(translation, 8)
+        reading.extend(readings)
+        return FilledTranslator(translation, cache), None
+
+    monkeypatch.setattr(cache_module, "_probe", probe)
+    for crop in (3, 33, 60):
+        cache = ungated_cache(read(model, ids), identity_mapper(model), model)
+        cache.crop(-crop)
+        _, logits = generate(model, ids, cache)
+        torch.testing.assert_close(logits, generate(model, ids)[1], rtol=0, atol=1e-4)
+    assert len(reading) == 3
+
+
+def test_push_to_hub_while_saving_would_lose_the_evidence(mapper, tmp_path):
+    with pytest.raises(ValueError, match="mapper.push_to_hub"):
+        mapper.save_pretrained(tmp_path, push_to_hub=True)

@@ -1,5 +1,6 @@
 """The command line: one file for each subcommand. Nothing here imports torch before a command runs."""
 
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,12 @@ class _Group(TyperGroup):
             raise  # whoever read the output has gone, there is nobody to tell
         except (KVTransferError, OSError) as error:
             print_error(error)
+            raise typer.Exit(2) from error
+        except Exception as error:
+            # Typer's own: bad usage, exits. Some versions bring a copy of click with them.
+            if type(error).__module__.partition(".")[0] in ("typer", "click"):
+                raise
+            traceback.print_exc()  # a bug, or memory that ran out: Python's own exit code would say "refused"
             raise typer.Exit(2) from error
 
 

@@ -99,7 +99,6 @@ def evaluate(
     try:
         loaded = loading.load_mapper(mapper, revision)
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
-        loaded.to(models[1].dtype)  # as a request would load it
         loaded.evidence = evaluate_mapper(
             loaded,
             *models,

@@ -14,6 +14,12 @@ def gate(
     mapper: loading.MapperName,
     source: Annotated[str | None, typer.Option(metavar="ID", help=f"{loading.SOURCE_HELP}, to be checked.")] = None,
     target: Annotated[str | None, typer.Option(metavar="ID", help=f"{loading.TARGET_HELP}, to be checked.")] = None,
+    capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Judge by this capability of the evidence. Repeat it for more; default all."
+        ),
+    ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Show the probe's operating curve, too.")] = False,
     source_tokenizer: loading.SourceTokenizer = None,
     target_tokenizer: loading.TargetTokenizer = None,
@@ -34,6 +40,7 @@ def gate(
     ```
     hf-kvtransfer gate my-mapper
     hf-kvtransfer gate me/source--target --revision v2 --probe
+    hf-kvtransfer gate my-mapper --capability code --capability dialogue
     hf-kvtransfer gate my-mapper --source org/source --target org/target && ./deploy
     ```
 
@@ -55,7 +62,7 @@ def gate(
     tokenizers: dict = {}
     if source is not None:
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
-    verdict = FidelityGate().admit(loaded, *models, **tokenizers)
+    verdict = FidelityGate(capabilities=tuple(capability) if capability else None).admit(loaded, *models, **tokenizers)
     if as_json:
         output.print_json(verdict, report, models_checked=source is not None)
     else:

@@ -107,7 +107,7 @@ def load_evaluation_data(
       begin with white space or punctuation.
     - `{"question", "answer"}` (as GSM8K): a multiple choice between this answer and those of the next three rows that
       differ, the right one first, second, third and fourth in turn. Where there are not four, only the answer is
-      scored.
+      scored. A `"context"` beside them is read before the question, with a blank line between.
     - `{"input_ids"}` or token ids, as `{"text"}`, if both models have one vocabulary.
 
     Args:

@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
+
+from transformers.utils import logging
 
 from ..errors import AlignmentError, EvaluationDataError, PrefixMismatchError
 from ..translation import Translation
@@ -12,6 +15,12 @@ from .data import Document
 from .replay import NativeCache, Replay
 from .results import PassageResult
 from .tail_reading import MAX_PROBE_TOKENS, read_tail
+
+
+logger = logging.get_logger(__name__)
+
+# Share of a document's context that its stand-in may begin with, too.
+_MAX_SHARED = 0.25
 
 
 class DocumentReplay:
@@ -36,7 +45,7 @@ class DocumentReplay:
         long = [i for i, d in enumerate(documents) if len(d.passages[-1].target_ids) > 2 * MAX_PROBE_TOKENS]
         self.probed = _spread(long, probe_documents)
         self.corrupted = _spread(self.probed, corrupted_documents)
-        # A document's own and its donor's, which is the next one's own.
+        # A document's own and its donor's, which is mostly the next one's own.
         self._read = functools.lru_cache(maxsize=2)(lambda number: replay.read_source(documents[number].passages[-1]))
 
     def record(self, number: int) -> dict[str, Any]:
@@ -45,13 +54,15 @@ class DocumentReplay:
 
         Returns:
             `dict`: `document`, its key; `results`, a list of [`PassageResult`] as dicts; `right`, a [`TailReading`] as
-            a dict or `None`, and `wrong`, the same by corruption; `skipped`, why there is nothing of these, or `None`.
+            a dict or `None`, and `wrong`, the same by corruption; `skipped`, the kind of the error for which there is
+            nothing of these, or `None`. Its message, which may quote the document, is logged at level DEBUG.
         """
         key = self.documents[number].key
         try:
             return {"document": key, "skipped": None} | self._measure(number)
         except (AlignmentError, PrefixMismatchError) as error:
-            return {"document": key, "skipped": str(error), "results": [], "right": None, "wrong": {}}
+            logger.debug(f"Document {key!r} is left out: {error}")
+            return {"document": key, "skipped": type(error).__name__, "results": [], "right": None, "wrong": {}}
 
     def _measure(self, number: int) -> dict[str, Any]:
         document = self.documents[number]
@@ -79,10 +90,14 @@ class DocumentReplay:
         return self.replay.translate(self.documents[number].passages[-1], self._read(number))
 
     def _donor(self, number: int) -> Translation:
-        """The next document, in a ring, that is another one and can be translated."""
-        own = self.documents[number].passages[-1].target_ids
-        for other in (*range(number + 1, len(self.documents)), *range(number)):
-            if self.documents[other].passages[-1].target_ids == own:
+        """The next document, in a ring, that can be translated and does not begin as this one does."""
+        ids = [document.passages[-1].target_ids for document in self.documents]
+        ring = [*range(number + 1, len(ids)), *range(number)]
+        # What few-shot examples or a system prompt have in common would make a wrong document half a right one.
+        own = ids[number]
+        shared = {other: len(os.path.commonprefix([own, ids[other]])) > len(own) * _MAX_SHARED for other in ring}
+        for other in sorted(ring, key=shared.__getitem__):
+            if ids[other] == own:
                 continue
             try:
                 return self._translate(other)

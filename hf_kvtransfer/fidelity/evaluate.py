@@ -13,12 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..cache_policy import cache_policy
-from ..compat import public_name
+from ..compat import model_name, public_name
 from ..errors import EvaluationDataError
 from ..identity import ModelIdentity
 from ..mapper import KVMapper
+from ..translation import check_not_negative
 from .corruptions import CORRUPTIONS
-from .data import load_evaluation_data
+from .data import Document, load_evaluation_data
 from .document_replay import DocumentReplay
 from .probe_band import ProbeBand
 from .replay import Replay
@@ -32,6 +33,7 @@ logger = logging.get_logger(__name__)
 
 # Packages that the figures depend on.
 _PACKAGES = ("transformers", "torch", "tokenizers")
+_WHY = f"More about it, which may quote the data, goes to the logger {DocumentReplay.__module__} at level DEBUG."
 
 
 def evaluate_mapper(
@@ -76,13 +78,13 @@ def evaluate_mapper(
         context_tokens (`int`, *optional*, defaults to 256), continuation_tokens (`int`, *optional*, defaults to 64):
             Target tokens of a text that are context, and that are scored behind it.
         max_length (`int`, *optional*, defaults to 2048):
-            Target tokens of a dialogue or question, context and continuation together.
+            Longer contexts, in target tokens, are left out; of a dialogue the turns that have one.
         limit (`int`, *optional*):
             Documents of each source of data that are used, all by default.
         sink_tokens (`int`, *optional*):
             First tokens that the target reads itself, by default as in the mapper's fit.
         false_alarm_rate (`float`, *optional*, defaults to 0.05):
-            Share of right translations that the probe may refuse.
+            Share of right translations that the probe may refuse, at most 0.5.
         probe_documents (`int`, *optional*, defaults to 150):
             Documents with a long enough context that the probe is calibrated on. 0 leaves it out.
         corrupted_documents (`int`, *optional*, defaults to 60):
@@ -98,6 +100,7 @@ def evaluate_mapper(
     Raises:
         `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
         `EvaluationDataError`: the data cannot be used, or `work_file` is of another evaluation.
+        `ValueError`: a number is out of range, or a model is in training mode.
 
     Example:
 
@@ -108,14 +111,11 @@ def evaluate_mapper(
     >>> report.save("my-mapper")
     ```
     """
-    if not 0 < false_alarm_rate < 1:
-        raise ValueError(f"`false_alarm_rate` must lie between 0 and 1, got {false_alarm_rate}.")
-    for name, number in (("probe_documents", probe_documents), ("corrupted_documents", corrupted_documents)):
-        if number < 0:
-            raise ValueError(f"`{name}` must be 0 or more, got {number}.")
-    for side, model in (("source", source), ("target", target)):
-        if model.training:
-            raise ValueError(f"`{side}` is in training mode, where dropout is at work: call `{side}.eval()` first.")
+    if not 0 < false_alarm_rate <= 0.5:
+        raise ValueError(f"`false_alarm_rate` must be above 0 and at most 0.5, got {false_alarm_rate}.")
+    check_not_negative(
+        sink_tokens=sink_tokens, probe_documents=probe_documents, corrupted_documents=corrupted_documents
+    )
     replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer, sink_tokens=sink_tokens, seed=seed)
     opened = load_evaluation_data(
         data,
@@ -132,6 +132,7 @@ def evaluate_mapper(
             f"`data` gives {len(documents)} document(s). At least 2 are needed: a cache of another one is the control "
             "that tells whether a translation says anything about its own."
         )
+    _check_vocabulary(documents, source, target)
     about: dict[str, Any] = {
         side: {"identity": ModelIdentity.from_model(model, tokenizer).to_dict(), "cache_policy": cache_policy(model)}
         for side, model, tokenizer in (
@@ -171,7 +172,8 @@ def evaluate_mapper(
             raise
     if all(record["skipped"] for record in work.records):
         raise EvaluationDataError(
-            f"None of the {len(documents)} documents can be evaluated, the first because: {work.records[0]['skipped']}"
+            f"None of the {len(documents)} documents can be evaluated, the first because of "
+            f"{work.records[0]['skipped']}. {_WHY}"
         )
     return FidelityReport(
         mapper={
@@ -182,6 +184,23 @@ def evaluate_mapper(
         results=[PassageResult.from_dict(row) for record in work.records for row in record["results"]],
         probe=_calibrate(work.records, false_alarm_rate),
     )
+
+
+def _check_vocabulary(documents: Sequence[Document], source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Refuse ids that a model has no embedding for: of its own error a GPU does not recover."""
+    for side, model in (("source", source), ("target", target)):
+        size = model.get_input_embeddings().weight.shape[0]
+        for document in documents:
+            for passage in document.passages:
+                read = passage.source_ids or []
+                if side == "target":
+                    read = [*passage.target_ids, *(number for ids in passage.continuations for number in ids)]
+                if max(read, default=0) >= size:
+                    raise EvaluationDataError(
+                        f"Document {document.key!r} has the token id {max(read)}, but the {side} "
+                        f"({model_name(model)}) has {size} embeddings, for ids from 0 to {size - 1}. Give token ids, "
+                        "or text and a tokenizer, of its own vocabulary."
+                    )
 
 
 def _versions() -> dict[str, str]:
@@ -207,7 +226,7 @@ def _with_skipped(sources: Sequence[dict[str, Any]], records: Sequence[dict[str,
     if skipped:
         logger.warning(
             f"{len(skipped)} of {len(records)} documents were left out of the evaluation. The first, "
-            f"{skipped[0]['document']}: {skipped[0]['skipped']}"
+            f"{skipped[0]['document']}, because of {skipped[0]['skipped']}. {_WHY}"
         )
     result = []
     for source in sources:

@@ -10,7 +10,7 @@ from ..identity import ModelIdentity
 from ..mapper import KVMapper
 from ..source import SourceKV
 from .report import FidelityReport
-from .statistics import MIN_POSITIONS
+from .statistics import MIN_DOCUMENTS, MIN_POSITIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +44,14 @@ class Verdict:
 @dataclasses.dataclass(frozen=True)
 class FidelityGate:
     """
-    Thresholds that a mapper's evidence must meet.
+    Thresholds that a mapper's evidence must meet, for what it is to be used for.
 
     The gap recovered is the measure: 0 is what the target does without the context, 1 is what it does after reading
     it. Agreement and loss alone flatter a mapper, since most tokens are easy without any context.
 
     Args:
+        capabilities (`tuple[str, ...]`, *optional*):
+            Those of the evidence that this use asks for; only what was measured on them counts. All by default.
         min_gap_recovered (`float`, *optional*, defaults to 0.5):
             For the *worst* capability for which the context matters at all. Below one half the target has lost more
             of what the context was worth than it has kept. A capability of fewer than 8 documents is too small to be
@@ -71,6 +73,7 @@ class FidelityGate:
             Whether to refuse. If `False` every mapper is admitted, and the verdict still lists what speaks against it.
     """
 
+    capabilities: tuple[str, ...] | None = None
     min_gap_recovered: float = 0.5
     min_late_turns: float = 0.5
     min_agreement: float = 0.7
@@ -78,6 +81,17 @@ class FidelityGate:
     min_positions: int = MIN_POSITIONS
     allow_unverified: bool = False
     strict: bool = True
+
+    def __post_init__(self):
+        if self.capabilities is not None and (isinstance(self.capabilities, str) or not self.capabilities):
+            raise ValueError(
+                f"`capabilities` must be a tuple of names, or None for all of the evidence, got {self.capabilities!r}."
+            )
+        for name in ("min_gap_recovered", "min_late_turns", "min_agreement", "max_control"):
+            if not getattr(self, name) <= 1:  # nor may it be NaN, which everything would meet
+                raise ValueError(f"`{name}` is a share of at most 1, got {getattr(self, name)}.")
+        if not self.min_positions >= 1:
+            raise ValueError(f"`min_positions` must be at least 1, got {self.min_positions}.")
 
     def admit(
         self,
@@ -87,6 +101,7 @@ class FidelityGate:
         *,
         source_tokenizer: PreTrainedTokenizerBase | None = None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
+        sink_tokens: int | None = None,
     ) -> Verdict:
         """
         Decide whether a mapper may be used on a pair of models.
@@ -101,6 +116,9 @@ class FidelityGate:
             source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
             target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
                 Compared with those of the evidence if given.
+            sink_tokens (`int`, *optional*):
+                First tokens that the target is to read itself, by default as in the mapper's fit. Not fewer than when
+                it was measured.
 
         Returns:
             [`Verdict`]
@@ -120,6 +138,10 @@ class FidelityGate:
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
+        used = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
+        measured = report.settings.get("sink_tokens", used)
+        if used < measured:
+            reasons.append(f"the target is to read {used} first tokens itself, it read {measured} when measured")
         if isinstance(source, SourceKV):
             reasons += self._compare("source", report.source, source.identity, source.cache_policy)
         elif source is not None:
@@ -137,7 +159,13 @@ class FidelityGate:
         Returns:
             `list[str]`: Empty if every threshold is met.
         """
-        figures, reasons = report.figures, []
+        reasons: list[str] = []
+        figures = report.figures
+        if self.capabilities is not None:
+            known = sorted(figures["capabilities"])
+            if unknown := [name for name in self.capabilities if name not in known]:
+                return [f"its evidence says nothing about {unknown}, only about {known}"]
+            figures = report.figures_of(self.capabilities)
         if figures["positions"] < self.min_positions:
             reasons.append(
                 f"only {figures['positions']} positions were scored, at least {self.min_positions} are needed to "
@@ -149,16 +177,29 @@ class FidelityGate:
             if (gap := capability["arms"]["translated"]["gap_recovered"]) is not None
         }
         overall = figures["arms"]["translated"]["gap_recovered"]
-        if overall is None or not gaps:
+        if figures["documents"] < MIN_DOCUMENTS:
+            reasons.append(f"only {figures['documents']} documents were scored, at least {MIN_DOCUMENTS} are needed")
+        elif overall is None:
             reasons.append("the context made no clear difference to the target in what was measured")
+        elif not gaps:
+            reasons.append("no capability has enough documents, or a clear difference, to be judged by itself")
         elif min(gaps.values()) < self.min_gap_recovered:
             worst = min(gaps, key=gaps.__getitem__)
             reasons.append(
                 f"it recovers {gaps[worst]:.2f} of the gap in its worst capability ({worst}), at least "
                 f"{self.min_gap_recovered} is asked for"
             )
+        reasons += [
+            f"in capability {name} the target does worse on the translated cache than without any context"
+            for name, capability in figures["capabilities"].items()
+            if name not in gaps
+            and capability["documents"] >= MIN_DOCUMENTS
+            and capability["arms"]["translated"]["loss"] > capability["arms"]["no_context"]["loss"]
+        ]
         late_turns = figures["late_turns"] and figures["late_turns"]["arms"]["translated"]["gap_recovered"]
-        if late_turns and late_turns["value"] < self.min_late_turns:
+        if figures["late_turns"] and late_turns is None:
+            reasons.append("the dialogues are too few, or the context matters too little in them, to judge late turns")
+        elif late_turns and late_turns["value"] < self.min_late_turns:
             reasons.append(
                 f"it recovers {late_turns['value']:.2f} of the gap in dialogues, late turns weighted most, at least "
                 f"{self.min_late_turns} is asked for"
@@ -195,10 +236,10 @@ class FidelityGate:
         ]
         measured = evidence["cache_policy"]
         return reasons + [
-            f"the {side}'s cache is {'' if policy[key] else 'not '}{key}, the measured one was "
+            f"the {side}'s cache is {'' if policy.get(key) else 'not '}{key}, the measured one was "
             f"{'' if measured.get(key) else 'not '}{key}"
             for key in ("quantized", "evicting")
-            if policy is not None and policy[key] != measured.get(key)
+            if policy is not None and bool(policy.get(key)) != bool(measured.get(key))
         ]
 
     def _verdict(self, mapper: KVMapper, reasons: list[str]) -> Verdict:

@@ -17,7 +17,7 @@ WANTED_CATCH = 0.9
 # Exact mappers leave errors of rounding only, whose spread says nothing: an error must be this much larger at least to
 # count as one more standard deviation.
 _MIN_SPREAD = 0.05
-# Of the cross-validation by which false alarms are measured.
+# Of the cross-validation, in which no reading is judged by a band that was fitted on it.
 _FOLDS = 10
 
 
@@ -75,18 +75,36 @@ class Band:
 
     @classmethod
     def fit(cls, readings: Sequence[TailReading], tokens: int) -> "Band":
+        """A band without residuals and deviations."""
         losses = [_loss(reading, tokens) for reading in readings]
         sources = [_source_loss(reading, tokens) for reading in readings]
         slope = intercept = None
-        residuals: list[float] = []
         if None not in sources and len(set(sources)) > 1:
             slope, intercept = statistics.linear_regression(sources, losses)
-            residuals = sorted(t - intercept - slope * s for s, t in zip(sources, losses, strict=True))
         columns = list(zip(*(_errors(reading, tokens) for reading in readings), strict=True))
         means = [statistics.fmean(column) for column in columns]
         spreads = [max(statistics.stdev(column), _MIN_SPREAD) for column in columns]
-        band = cls(slope, intercept, residuals, sorted(losses), means, spreads, [])
-        return dataclasses.replace(band, deviations=sorted(band.deviation(reading, tokens) for reading in readings))
+        return cls(slope, intercept, [], sorted(losses), means, spreads, [])
+
+    @classmethod
+    def calibrate(cls, readings: Sequence[TailReading], tokens: int) -> "Band":
+        """A band whose residuals and deviations are those of readings that the rest of it was not fitted on."""
+        folds = [(cls.fit(rest, tokens), others) for rest, others in _folds(readings)]
+        held_out = [(fold, reading) for fold, others in folds for reading in others]
+        band = cls.fit(readings, tokens)
+        residuals = [fold.residual(reading, tokens) for fold, reading in held_out]
+        return dataclasses.replace(
+            band,
+            residuals=[] if None in residuals else sorted(residuals),
+            deviations=sorted(fold.deviation(reading, tokens) for fold, reading in held_out),
+        )
+
+    def residual(self, reading: TailReading, tokens: int) -> float | None:
+        """How much more the target loses than the source's loss leads one to expect."""
+        source_loss = _source_loss(reading, tokens)
+        if self.slope is None or self.intercept is None or source_loss is None:
+            return None
+        return _loss(reading, tokens) - self.intercept - self.slope * source_loss
 
     def deviation(self, reading: TailReading, tokens: int) -> float:
         errors = _errors(reading, tokens)
@@ -96,10 +114,10 @@ class Band:
 
     def max_loss(self, reading: TailReading, tokens: int, rate: float) -> float:
         """The loss that a right translation exceeds at most at this rate."""
-        source_loss = _source_loss(reading, tokens)
-        if self.slope is None or self.intercept is None or source_loss is None:
+        residual = self.residual(reading, tokens)
+        if residual is None or not self.residuals:
             return _upper(self.losses, rate)
-        return self.intercept + self.slope * source_loss + _upper(self.residuals, rate)
+        return _loss(reading, tokens) - residual + _upper(self.residuals, rate)
 
     def judge(self, reading: TailReading, tokens: int, rate: float) -> ProbeResult:
         # Either test may raise the alarm: each is given half of the rate.
@@ -161,11 +179,8 @@ class ProbeBand:
         bands: dict[int, Band] = {}
         curve: list[dict] = []
         for tokens in PROBE_TOKENS:
-            band = bands[tokens] = Band.fit(right, tokens)
-            folds = [
-                (Band.fit([r for j, r in enumerate(right) if j % _FOLDS != i], tokens), right[i::_FOLDS])
-                for i in range(_FOLDS)
-            ]
+            band = bands[tokens] = Band.calibrate(right, tokens)
+            folds = [(Band.calibrate(rest, tokens), others) for rest, others in _folds(right)]
             for rate in sorted({*FALSE_ALARM_RATES, false_alarm_rate}):
                 alarms = [not fold.judge(other, tokens, rate).passed for fold, others in folds for other in others]
                 found = {
@@ -204,11 +219,15 @@ class ProbeBand:
         than twice the smallest band: such a context costs little to read anyway).
         """
         wanted = self.tokens if wanted is None else wanted
+        wanted = max(wanted, PROBE_TOKENS[0]) if wanted else 0
         place = bisect.bisect_right(PROBE_TOKENS, min(wanted, available // 2))
         return PROBE_TOKENS[place - 1] if place else 0
 
     def judge(self, readings: Sequence[TailReading], tokens: int) -> ProbeResult:
-        """Compare the readings of a batch with the bands. The rate of false alarms is that of the whole batch."""
+        """
+        Compare the readings of a batch with the bands. The rows share the rate of false alarms, as far as the number
+        of documents allows: below one document's share a row is allowed what was seen at most.
+        """
         rate = self.false_alarm_rate / len(readings)
         results = [self.bands[tokens].judge(reading, tokens, rate) for reading in readings]
         return max(results, key=lambda r: (not r.passed, r.deviation - r.max_deviation))
@@ -235,10 +254,15 @@ class ProbeBand:
             ) from error
 
 
+def _folds(readings: Sequence[TailReading]) -> list[tuple[list[TailReading], Sequence[TailReading]]]:
+    """Each part of the readings, and before it the rest."""
+    return [([r for j, r in enumerate(readings) if j % _FOLDS != i], readings[i::_FOLDS]) for i in range(_FOLDS)]
+
+
 def _upper(sample: Sequence[float], rate: float) -> float:
     """
-    What a further number of the same kind exceeds with a probability of at most `rate`: the order statistic of split
-    conformal prediction (Vovk et al., 2005), and the largest number where the rate is finer than the sorted sample.
+    What a further number of the same kind exceeds with a probability of about `rate`: the order statistic of conformal
+    prediction on held-out scores (Vovk, 2015), and the largest number where the rate is finer than the sorted sample.
     """
     return sample[min(math.ceil((len(sample) + 1) * (1 - rate)), len(sample)) - 1]
 

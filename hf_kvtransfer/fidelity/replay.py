@@ -60,6 +60,7 @@ class Replay:
 
     Raises:
         `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
+        `ValueError`: a model is in training mode.
     """
 
     def __init__(
@@ -73,6 +74,11 @@ class Replay:
         sink_tokens: int | None = None,
         seed: int = 0,
     ):
+        for side, model in (("source", source), ("target", target)):
+            if model.training:
+                raise ValueError(
+                    f"`{side}` is in training mode, where dropout is at work: call `{side}.eval()` first."
+                )
         self.mapper, self.source, self.target = mapper, source, target
         self.source_tokenizer = source_tokenizer or target_tokenizer
         self.target_tokenizer = target_tokenizer or source_tokenizer

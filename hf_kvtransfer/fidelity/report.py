@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,6 +73,7 @@ class FidelityReport:
             check_results(self.results)
             self.results = [row.rounded() for row in self.results]
             self.figures = figures(self.results)
+        self._figures_of: dict[frozenset[str], dict[str, Any]] = {}
 
     def save(self, folder_or_file: str | Path) -> Path:
         """
@@ -90,7 +92,7 @@ class FidelityReport:
         """
         path = _file(folder_or_file)
         try:
-            self._check()
+            self.check()
             text = _with_digest(_layout(self._payload()))
         except (ValueError, EvidenceError) as error:
             raise EvidenceError(f"The report is not written to {path}: {error}") from error
@@ -137,6 +139,13 @@ class FidelityReport:
         except EvidenceError as error:
             raise EvidenceError(f"{path} is no evidence: {error} {_EVALUATE}") from error
 
+    def figures_of(self, capabilities: Sequence[str]) -> dict[str, Any]:
+        """The figures of some capabilities alone, see [`figures`]. At least one of them must have results."""
+        key = frozenset(capabilities)
+        if key not in self._figures_of:
+            self._figures_of[key] = figures([row for row in self.results if row.capability in key])
+        return self._figures_of[key]
+
     def to_markdown(self) -> str:
         """The report as Markdown that can be read in a terminal, too."""
         data = ", ".join(f"{source.get('name')} ({source.get('documents')} documents)" for source in self.data)
@@ -148,7 +157,8 @@ class FidelityReport:
         return "\n\n".join(head + [table.to_markdown() for table in tables(self)]) + "\n"
 
     def _payload(self) -> dict[str, Any]:
-        entries = {name: value for name, value in vars(self).items() if name != "results"}
+        names = [field.name for field in dataclasses.fields(self) if field.name != "results"]
+        entries = {name: getattr(self, name) for name in names}
         # The long part comes last.
         return {"format_version": FORMAT_VERSION, **entries, "results": [row.to_dict() for row in self.results]}
 
@@ -172,11 +182,16 @@ class FidelityReport:
         if not isinstance(payload["results"], list) or payload["figures"] is None:
             raise EvidenceError("it has no list of results, or no figures.")
         report = cls(**payload | {"results": [PassageResult.from_dict(row) for row in payload["results"]]})
-        report._check()
+        report.check()
         return report
 
-    def _check(self):
-        """Raise [`EvidenceError`] for entries of a wrong type, impossible results, and figures that are not theirs."""
+    def check(self) -> None:
+        """
+        Check what a report must hold to be evidence.
+
+        Raises:
+            `EvidenceError`: entries are of a wrong type, results impossible, or figures not those of the results.
+        """
         for name, kind in (("data", list), ("settings", dict), ("versions", dict), ("created", str)):
             if not isinstance(getattr(self, name), kind):
                 raise EvidenceError(f"`{name}` is {getattr(self, name)!r}, not a {kind.__name__}.")

@@ -15,6 +15,8 @@ from .rows import Row, parse_row
 
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
+# Characters of the name of a missing file; more are a text that is none.
+_LONGEST_SHOWN = 255
 _LOOKS_LIKE_A_FILE = re.compile(r"\S+\.(jsonl|ndjson|json|txt|md)")
 
 
@@ -78,13 +80,19 @@ def _open(data: Any, capability: str | None, piece_length: int) -> Iterator[RowS
     elif isinstance(data, Iterable) and not isinstance(data, Mapping):
         items = list(data)
         if any(_is_file_name(item) for item in items):
-            for item in items:
+            for number, item in enumerate(items, start=1):
+                if not isinstance(item, str | Path):
+                    raise EvaluationDataError(
+                        f"Item {number} of `data` is a row ({type(item).__name__}) among files. Give files and rows "
+                        'apart, under a name for each: {"code": ["a.jsonl"], "dialogue": [{"messages": [...]}]}.'
+                    )
                 yield _file(Path(item), capability, piece_length)
         else:
             rows = _parsed(enumerate(items, start=1), None, capability)
             digest = hashlib.sha256()
             for _, row in rows:
-                digest.update(json.dumps(dataclasses.asdict(row), sort_keys=True).encode() + b"\n")
+                fields = {name: value for name, value in dataclasses.asdict(row).items() if value is not None}
+                digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
             yield RowSource("iterable", None, digest.hexdigest(), rows)
     else:
         raise EvaluationDataError(
@@ -99,8 +107,13 @@ def _is_file_name(item: Any) -> bool:
 
 
 def _file(path: Path, capability: str | None, piece_length: int) -> RowSource:
-    if not path.is_file():
-        raise EvaluationDataError(f"There is no file {path}. Files of evaluation data are JSON Lines or plain text.")
+    if not os.path.isfile(path):  # not `Path.is_file`, which raises for a name that is too long
+        name = str(path)
+        shown = name if len(name) <= _LONGEST_SHOWN and "\n" not in name else f"{name[:80]!r}..."
+        raise EvaluationDataError(
+            f"There is no file {shown}. Files of evaluation data are JSON Lines or plain text. A text itself is a "
+            "row: give a list of rows, without files among them."
+        )
     numbered: Iterable[tuple[int, Any]]
     if path.suffix in _JSON_LINES:
         numbered = json_lines(path, EvaluationDataError)

@@ -1,6 +1,8 @@
 """The kinds of rows that evaluation data has, and what is wrong with one that is none of them."""
 
 import dataclasses
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
@@ -10,8 +12,9 @@ from .chat import ROLES, Message
 
 
 KINDS = (
-    '{"text"}, {"context", "continuation"}, {"messages"}, {"context", "endings", "label"}, {"question", "answer"}, '
-    '{"input_ids"}, each with an optional "capability"; a string for {"text"}; a list of token ids for {"input_ids"}'
+    '{"text"}, {"context", "continuation"}, {"messages"}, {"context", "endings", "label"}, {"question", "answer"} '
+    'with or without "context", {"input_ids"}, each with an optional "capability"; a string for {"text"}; a list of '
+    'token ids for {"input_ids"}'
 )
 
 
@@ -58,11 +61,12 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question and its answer."""
+    """A question and its answer, and what is read before them."""
 
     capability: str
     question: str
     answer: str
+    context: str | None = None
 
 
 Row = Text | TokenIds | Dialogue | Choice | Question
@@ -105,28 +109,32 @@ def parse_row(row: Any, capability: str | None = None) -> Row:
 
 def ask_questions(rows: list[tuple[int, Row]]) -> Iterator[tuple[int, Text | TokenIds | Dialogue | Choice]]:
     """Rows in which each question has become a choice between its answer and those of the questions after it."""
-    answers = [row.answer for _, row in rows if isinstance(row, Question)]
+    wrong_answers = _wrong_answers([row.answer for _, row in rows if isinstance(row, Question)])
     asked = 0
     for number, row in rows:
         if isinstance(row, Question):
-            wrong = _wrong_answers(answers, asked)
+            wrong = wrong_answers[asked]
             label = asked % (len(wrong) + 1)
             endings = [f" {answer}" for answer in (*wrong[:label], row.answer, *wrong[label:])]
-            row = Choice(row.capability, f"Question: {row.question}\nAnswer:", endings, label)
+            before = "" if row.context is None else f"{row.context}\n\n"
+            row = Choice(row.capability, f"{before}Question: {row.question}\nAnswer:", endings, label)
             asked += 1
         yield number, row
 
 
-def _wrong_answers(answers: list[str], place: int) -> list[str]:
-    """The next answers that differ, from the end on to the beginning; none if there are not enough."""
-    wrong: list[str] = []
-    for step in range(1, len(answers)):
-        answer = answers[(place + step) % len(answers)]
-        if answer not in (answers[place], *wrong):
-            wrong.append(answer)
-        if len(wrong) == NUM_WRONG_ANSWERS:
-            return wrong
-    return []
+def _wrong_answers(answers: list[str]) -> list[list[str]]:
+    """For each answer the next ones that differ, from the end on to the beginning; none if there are not enough."""
+    # Different answers in the order in which they come next, seen from the end. Walked backwards, so that many
+    # questions with few answers, as yes and no, are not searched again for each of them.
+    upcoming = OrderedDict.fromkeys(answers)
+    if len(upcoming) <= NUM_WRONG_ANSWERS:
+        return [[] for _ in answers]
+    wrong = []
+    for answer in reversed(answers):
+        nearest = itertools.islice(upcoming, NUM_WRONG_ANSWERS + 1)
+        wrong.append([other for other in nearest if other != answer][:NUM_WRONG_ANSWERS])
+        upcoming.move_to_end(answer, last=False)
+    return wrong[::-1]
 
 
 def _text(capability: str, text: Any) -> Text:
@@ -195,8 +203,10 @@ def _choice(capability: str, context: Any, endings: Any, label: Any) -> Choice:
     return Choice(capability, context, endings, int(label))
 
 
-def _question(capability: str, question: Any, answer: Any) -> Question:
-    return Question(capability, _filled("question", question), _filled("answer", answer))
+def _question(capability: str, question: Any, answer: Any, context: Any = "") -> Question:
+    # Left empty in data where only some questions have one.
+    before = None if context == "" else _filled("context", context)
+    return Question(capability, _filled("question", question), _filled("answer", answer), before)
 
 
 def _filled(name: str, text: Any) -> str:
@@ -210,6 +220,7 @@ _PARSERS: tuple[tuple[tuple[str, ...], str, Callable[..., Row]], ...] = (
     (("messages",), "dialogue", _dialogue),
     (("context", "endings", "label"), "choice", _choice),
     (("context", "continuation"), "text", _continuation),
+    (("question", "answer", "context"), "reasoning", _question),
     (("question", "answer"), "reasoning", _question),
     (("input_ids",), "text", _token_ids),
     (("text",), "text", _text),

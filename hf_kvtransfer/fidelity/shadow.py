@@ -80,7 +80,7 @@ class ShadowTransfer:
             Decides which requests are remembered.
 
     Raises:
-        `ValueError`: an argument is out of range, or the log cannot be written.
+        `ValueError`: an argument is out of range, a model is in training mode, or the log cannot be written.
         `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
 
     Example:
@@ -123,6 +123,7 @@ class ShadowTransfer:
         self._pending: deque[_Sampled] = deque()
         self._not_compared: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._drain_lock = threading.Lock()
 
     def __enter__(self) -> "ShadowTransfer":
         return self
@@ -163,23 +164,27 @@ class ShadowTransfer:
     def drain(self) -> int:
         """
         Compare what is remembered. For when nothing is served: the target is in use, for about as long as both models
-        need to read these prompts.
+        need to read these prompts. What an interruption leaves is compared by the next call.
 
         Returns:
             `int`: The number of replies that were compared.
         """
-        with self._lock:
-            pending, self._pending = self._pending, deque()
-            not_compared, self._not_compared = self._not_compared, Counter()
         compared = 0
-        with torch.random.fork_rng(devices=range(torch.accelerator.device_count())):
-            for sampled in pending:
+        with self._drain_lock, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            # Not more than there are now: requests may come in as fast as they are compared.
+            for _ in range(len(self._pending)):
+                with self._lock:
+                    if not self._pending:
+                        break
+                    sampled = self._pending.popleft()
                 line = sampled.line
                 if sampled.prompt is not None:
                     line = line | self._compare(sampled.prompt.tolist(), sampled.reply.tolist())
                 compared += self._write(line) and "arms" in line
-        if not_compared:
-            self._write({"time": _now(), "not_compared": dict(not_compared)})
+            with self._lock:
+                not_compared, self._not_compared = self._not_compared, Counter()
+            if not_compared:
+                self._write({"time": _now(), "not_compared": dict(not_compared)})
         return compared
 
     def summary(self) -> dict[str, Any]:

@@ -24,25 +24,30 @@ class WorkFile:
             Everything that the records depend on.
 
     Raises:
-        `EvaluationDataError`: the file is of another evaluation, or damaged.
+        `EvaluationDataError`: the file is of another evaluation, damaged, or something else.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]):
         self.path = path
         self.records: list[dict[str, Any]] = []
-        # As it looks when it is read back: tuples become lists.
-        header = json.loads(json.dumps(header))
         if path is None:
             return
+        first_line = json.dumps(header) + "\n"
         *lines, half_written = path.read_bytes().split(b"\n") if path.exists() else [b""]
         if lines:
             found, *self.records = (self._parse(number, line) for number, line in enumerate(lines, start=1))
-            self._check_same(found, header)
+            # As it looks when it is read back: tuples become lists.
+            self._check_same(found, json.loads(first_line))
             with path.open("r+b") as file:
                 file.truncate(path.stat().st_size - len(half_written))
-        else:
+        elif first_line.encode().startswith(half_written):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+            path.write_text(first_line, encoding="utf-8")
+        else:
+            raise EvaluationDataError(
+                f"{path} is not the work file of this evaluation: it begins with {half_written[:40]!r}. Give another "
+                "path, or delete the file."
+            )
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record, in the form in which it is read back."""

@@ -32,6 +32,12 @@ def test_evidence_alone(folder, run):
     assert "Probe" not in result.stdout
 
 
+def test_a_capability_that_was_not_measured(folder, run):
+    result = run("gate", folder, "--capability", "law")
+    assert result.exit_code == 1
+    assert "its evidence says nothing about ['law'], only about ['text']" in result.stdout
+
+
 def test_operating_curve(folder, run):
     result = run("gate", folder, "--probe")
     assert "other document" in result.stdout[result.stdout.index("Probe") :]

@@ -1,12 +1,14 @@
 import hashlib
 import json
 import math
+import os
 
 import pytest
 import torch
 
 from hf_kvtransfer import EvaluationDataError, SourceKV
 from hf_kvtransfer.fidelity.data import load_evaluation_data
+from hf_kvtransfer.fidelity.rows import Choice, Question, ask_questions
 
 from ..tiny_models import tiny_model
 from .test_chat import CHATML, DIALOGUE, STRICT, with_template
@@ -107,6 +109,49 @@ def test_questions_are_choices_among_the_answers_of_the_next_rows(tokenizers, lo
     assert [len(document.passages[0].continuations) for document in load(rows[:4]).documents] == [1] * 4
 
 
+def wrong_answers(answers, place):
+    """By the definition: from a question's own place on, and around."""
+    after = dict.fromkeys(answers[place:] + answers[:place])
+    return [answer for answer in after if answer != answers[place]][:3]
+
+
+@pytest.mark.parametrize("answers", ["abcdefg", "aabbccddeeaa", "aaaabcdaaaa", "bacabadabacaba", "abcd"])
+def test_wrong_answers_are_the_next_that_differ(answers):
+    rows = [(number, Question("reasoning", "Which?", answer)) for number, answer in enumerate(answers)]
+    for place, (number, row) in enumerate(ask_questions(rows)):
+        assert (number, row.label) == (place, place % 4)
+        expected = [f" {answer}" for answer in wrong_answers(answers, place)]
+        assert row.endings == [*expected[: row.label], f" {answers[place]}", *expected[row.label :]]
+
+
+@pytest.mark.parametrize("rare", ["", "cd"])
+def test_many_questions_with_few_answers(rare):
+    answers = "ab" * 10_000 + rare
+    rows = [(number, Question("reasoning", "Yes or no?", answer)) for number, answer in enumerate(answers)]
+    choices = [row for _, row in ask_questions(rows)]
+    assert {len(row.endings) for row in choices} == {4 if rare else 1}
+    endings = [" a", " b", " c", " d"] if rare else [" a"]
+    assert choices[0] == Choice("reasoning", "Question: Yes or no?\nAnswer:", endings)
+
+
+def test_a_question_is_read_behind_its_context(tokenizers, load):
+    rows = [{"context": LONG, "question": f"How much is {i}?", "answer": f"It is {i}."} for i in range(4)]
+    rows += [{"context": "", "question": "How much is 4?", "answer": "It is 4."}]
+    *data, last = load(rows, continuation_tokens=64).documents
+    for i, document in enumerate(data):
+        (passage,) = document.passages
+        assert document.capability == "reasoning" and len(passage.continuations) == 4
+        assert passage.source_text == f"{LONG}\n\nQuestion: How much is {i}?\nAnswer:"
+        assert passage.target_ids == tokenizers["unigram"](passage.source_text)["input_ids"]
+    assert last.passages[0].source_text == "Question: How much is 4?\nAnswer:"
+    with pytest.raises(EvaluationDataError, match="5 with a context of more than 5 tokens"):
+        load(rows, max_length=5)
+    with pytest.raises(
+        EvaluationDataError, match="Row 1 of `data`: `context` must be a text that is not empty, got 3"
+    ):
+        load([rows[0] | {"context": 3}])
+
+
 @pytest.mark.parametrize("row", [[*range(3, 30)], torch.arange(3, 30), {"input_ids": (*range(3, 30),)}])
 def test_token_ids_need_no_tokenizer(load, row):
     passage = only_passage(load([row], source=None, target=None))
@@ -196,6 +241,12 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path, load):
 def test_rows_have_a_digest(load):
     digests = [load(rows).sources[0]["sha256"] for rows in ([LONG], iter([{"text": LONG}]), [LONG, LONG])]
     assert digests[0] == digests[1] != digests[2]
+    row = {"question": "Why?", "answer": "So."}
+    # Of what a row says, not of what a later version also reads.
+    expected = hashlib.sha256(json.dumps({"answer": "So.", "capability": "reasoning", "question": "Why?"}).encode())
+    expected.update(b"\n")
+    digests = [load([row | more]).sources[0]["sha256"] for more in ({}, {"context": ""}, {"context": LONG})]
+    assert expected.hexdigest() == digests[0] == digests[1] != digests[2]
 
 
 def test_a_limit_is_spread_over_the_data(load):
@@ -267,6 +318,27 @@ def test_files_that_cannot_be_used(tmp_path, load):
     path.write_text("")
     with pytest.raises(EvaluationDataError, match="rows.jsonl has no row that can be used"):
         load(path)
+
+
+def test_a_text_is_no_file(load):
+    for text in (LONG * 20, "Rain fell. " + LONG[:50] + "\nIt stopped."):
+        with pytest.raises(EvaluationDataError, match="no file '.*'[.][.][.].* give a list of rows") as raised:
+            load(text)
+        assert len(str(raised.value)) < 300
+        assert load([LONG, text + LONG]).sources[0]["documents"] == 2
+    # A name that exists nowhere is shown as it is, however deep its folder.
+    with pytest.raises(EvaluationDataError, match=f"no file {'folder/' * 20}missing.jsonl"):
+        load(os.path.join(*["folder"] * 20, "missing.jsonl"))
+
+
+@pytest.mark.parametrize("row", [{"text": LONG}, [1, 2, 3], None])
+def test_files_and_rows_in_one_list(tmp_path, load, row):
+    path = write(tmp_path / "rows.jsonl", [{"text": LONG}])
+    for data in ([path, row], [str(path), row]):
+        with pytest.raises(EvaluationDataError, match=r"Item 2 of `data` is a row \(\w+\) among files.*apart"):
+            load(data)
+    with pytest.raises(EvaluationDataError, match="no file 'The river.* without files among them"):
+        load([path, LONG])
 
 
 def test_data_of_another_type(load):

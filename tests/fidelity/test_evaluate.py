@@ -1,8 +1,10 @@
 """From data to a report: what is in it, and how an evaluation goes on after an interruption."""
 
 import copy
+import dataclasses
 import json
 import logging
+import math
 
 import pytest
 import tokenizers as tokenizers_package
@@ -55,7 +57,8 @@ def report(pair, rows):
 
 
 def as_json(report):
-    entries = {name: value for name, value in vars(report).items() if name not in ("created", "results")}
+    names = {field.name for field in dataclasses.fields(report)} - {"created", "results"}
+    entries = {name: getattr(report, name) for name in names}
     return json.dumps([entries, [row.to_dict() for row in report.results]], sort_keys=True)
 
 
@@ -150,10 +153,20 @@ def test_an_interrupted_evaluation_goes_on(pair, rows, report, tmp_path, monkeyp
     assert as_json(again) == as_json(report)
 
 
-def test_an_interruption_before_the_header_was_written(pair, rows, report, tmp_path):
+@pytest.mark.parametrize("written", [b"", b'{"source": {"ident'])
+def test_an_interruption_before_the_header_was_written(pair, rows, report, tmp_path, written):
     work_file = tmp_path / "work.jsonl"
-    work_file.write_bytes(b'{"source": {"ident')
+    work_file.write_bytes(written)
     assert as_json(evaluate_mapper(*pair, rows, **SHORT, work_file=work_file)) == as_json(report)
+
+
+@pytest.mark.parametrize("text", [b"notes of mine", b" ", b'{"source": {"identity": {"format": 99'])
+def test_a_file_that_is_no_work_file_is_left_alone(pair, rows, tmp_path, text):
+    work_file = tmp_path / "notes.txt"
+    work_file.write_bytes(text)
+    with pytest.raises(EvaluationDataError, match="notes.txt is not the work file of this evaluation.*another path"):
+        evaluate_mapper(*pair, rows, **SHORT, work_file=work_file)
+    assert work_file.read_bytes() == text
 
 
 def test_a_work_file_of_another_evaluation_is_refused(pair, rows, tmp_path):
@@ -219,7 +232,25 @@ def test_the_probe_reads_as_many_documents_as_asked_for(pair, long_rows, tmp_pat
     assert all(len(reading["losses"]) == MAX_PROBE_TOKENS for reading in records[0]["wrong"].values())
 
 
-def test_documents_that_do_not_align_are_left_out(pair, rows, report, monkeypatch, caplog):
+@pytest.mark.parametrize("shared", [CONTEXT // 4, CONTEXT // 4 + 1])
+def test_a_stand_in_does_not_begin_as_the_document_does(pair, rows, shared):
+    _, _, target = pair
+    first, second, third = rows[:3]
+    second = first[:shared] + second[shared:]
+
+    def other_document(*rows):
+        return evaluate_mapper(*pair, rows, **SHORT).results[0].arms["other_document"].loss
+
+    def expected(donor):
+        read = donor[: CONTEXT - 1] + first[CONTEXT - 1 : CONTEXT]
+        return pytest.approx(loss(log_probs(target, read, first[CONTEXT:]), first[CONTEXT:]), abs=1e-3)
+
+    assert other_document(first, second, third) == expected(second if shared == CONTEXT // 4 else third)
+    # Better than none.
+    assert other_document(first, second) == expected(second)
+
+
+def test_documents_that_do_not_align_are_left_out(pair, rows, report, tmp_path, monkeypatch, caplog):
     translate = Replay.translate
 
     def failing(replay, passage, source_kv):
@@ -229,10 +260,15 @@ def test_documents_that_do_not_align_are_left_out(pair, rows, report, monkeypatc
 
     monkeypatch.setattr(Replay, "translate", failing)
     bad = [rows[0][:CONTEXT], rows[3][:CONTEXT]]
+    work_file = tmp_path / "work.jsonl"
     with caplog.at_level(logging.WARNING):
-        found = evaluate_mapper(*pair, rows, **SHORT)
+        found = evaluate_mapper(*pair, rows, **SHORT, work_file=work_file)
     assert "2 of 6 documents were left out" in caplog.text
-    assert "iterable:1: no text in common" in caplog.text
+    assert "iterable:1, because of AlignmentError." in caplog.text
+    # An error may quote the data, which is none of the work file's business.
+    assert "no text in common" not in caplog.text + work_file.read_text()
+    name = "hf_kvtransfer.fidelity.document_replay"
+    assert f"logger {name} at level DEBUG" in caplog.text
     assert [row.document for row in found.results] == [f"iterable:{i}" for i in (2, 3, 5, 6)]
     assert found.data[0]["documents"] == found.figures["documents"] == 4
     assert found.data[0]["skipped"] == {"texts of the two sides do not align": 2}
@@ -243,8 +279,12 @@ def test_documents_that_do_not_align_are_left_out(pair, rows, report, monkeypatc
         same_donor = row.document not in ("iterable:3", "iterable:6")
         assert (row.arms["other_document"] == kept[row.document].arms["other_document"]) is same_donor
     bad = [row[:CONTEXT] for row in rows]
-    with pytest.raises(EvaluationDataError, match="None of the 6 documents .* no text in common"):
+    with (
+        caplog.at_level(logging.DEBUG, logger=name),
+        pytest.raises(EvaluationDataError, match=f"None of the 6 documents .*because of AlignmentError.*{name}"),
+    ):
         evaluate_mapper(*pair, rows, **SHORT)
+    assert "Document 'iterable:1' is left out: no text in common" in caplog.text
     bad = bad[1:]
     with pytest.raises(EvaluationDataError, match="No other document can be translated, to stand in for 'iterable:1'"):
         evaluate_mapper(*pair, rows, **SHORT)
@@ -276,12 +316,32 @@ def test_what_cannot_be_evaluated(pair, rows, tmp_path):
         evaluate_mapper(*pair, rows[:1], **SHORT)
     with pytest.raises(EvaluationDataError, match="No other document can be translated"):
         evaluate_mapper(*pair, rows[:1] * 2, **SHORT)
-    with pytest.raises(ValueError, match="`false_alarm_rate` must lie between 0 and 1, got 0"):
-        evaluate_mapper(*pair, rows, **SHORT, false_alarm_rate=0)
-    with pytest.raises(ValueError, match="`probe_documents` must be 0 or more, got -1"):
-        evaluate_mapper(*pair, rows, **SHORT, probe_documents=-1)
+    for rate in (0, -0.1, 0.51, 1, math.nan):
+        with pytest.raises(ValueError, match=f"`false_alarm_rate` must be above 0 and at most 0.5, got {rate}"):
+            evaluate_mapper(*pair, rows, **SHORT, false_alarm_rate=rate)
+    for name in ("sink_tokens", "probe_documents", "corrupted_documents"):
+        with pytest.raises(ValueError, match=f"`{name}` must be 0 or more, got -1"):
+            evaluate_mapper(*pair, rows, **SHORT, **{name: -1})
     with pytest.raises(ValueError, match=r"`target` is in training mode.*target.eval\(\)"):
         evaluate_mapper(mapper, source, copy.deepcopy(target).train(), rows, **SHORT)
+
+
+@pytest.mark.parametrize("place", [0, CONTEXT])
+def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_read(pair, rows, tmp_path, monkeypatch, place):
+    """In a context both models read them, in a continuation the target."""
+    work_file = tmp_path / "work.jsonl"
+    counted = Interrupted(monkeypatch)
+    bad = [*rows[3]]
+    bad[place] = 400
+    side = "target" if place else "source"
+    with pytest.raises(
+        EvaluationDataError,
+        match=rf"'iterable:4' has the token id 400, but the {side} .* has 400 embeddings.*0 to 399",
+    ):
+        evaluate_mapper(*pair, [*rows[:3], bad], **SHORT, work_file=work_file)
+    assert counted.scored == 0 and not work_file.exists()
+    bad[place] = 399
+    evaluate_mapper(*pair, [*rows[:1], bad], **SHORT)
 
 
 def test_text_dialogues_and_choices_with_two_tokenizers(tokenizers, monkeypatch):

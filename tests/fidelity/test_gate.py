@@ -48,6 +48,25 @@ def test_each_threshold(report, thresholds, reason):
     assert any(reason in found for found in judged(report, **{"min_agreement": 0.3} | thresholds))
 
 
+def test_only_what_the_use_asks_for(report):
+    gaps = {
+        name: c["arms"]["translated"]["gap_recovered"]["value"] for name, c in report.figures["capabilities"].items()
+    }
+    worst, *others = sorted(gaps, key=gaps.get)
+    threshold = (gaps[worst] + gaps[others[0]]) / 2
+    asked = {"min_agreement": 0.3, "min_gap_recovered": threshold, "min_late_turns": 0.0}
+    assert judged(report, **asked) != []
+    assert judged(report, **asked, capabilities=tuple(others)) == []
+    (reason,) = judged(report, capabilities=(others[0], "law"))
+    assert reason == f"its evidence says nothing about ['law'], only about {sorted(gaps)}"
+    # Late turns are those of the capabilities asked for.
+    without = tuple(name for name in gaps if name != "dialogue")
+    assert judged(report, min_agreement=0.3, min_late_turns=0.99, capabilities=without) == []
+    for wrong in ("code", ()):
+        with pytest.raises(ValueError, match="`capabilities` must be a tuple of names"):
+            FidelityGate(capabilities=wrong)
+
+
 @pytest.mark.parametrize("control", ["other_document", "random_map"])
 def test_a_control_that_does_as_well(report, control):
     report.figures["arms"][control] = copy.deepcopy(report.figures["arms"]["translated"])

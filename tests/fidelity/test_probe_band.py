@@ -102,7 +102,7 @@ def test_too_few_readings_give_no_band(generator):
 
 def test_number_of_tokens(band):
     assert [band.num_tokens(available) for available in (0, 15, 16, 1000)] == [0, 0, 8, 8]
-    assert [band.num_tokens(1000, wanted) for wanted in (0, 7, 8, 31, 32, 500)] == [0, 0, 8, 16, 32, 32]
+    assert [band.num_tokens(1000, wanted) for wanted in (0, 7, 8, 31, 32, 500)] == [0, 8, 8, 16, 32, 32]
     assert band.num_tokens(40, 32) == 16
 
 

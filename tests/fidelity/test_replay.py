@@ -332,6 +332,10 @@ def test_what_cannot_be_replayed(gemma, tokenizers):
         Replay(identity_mapper(gemma), llama, gemma)
     with pytest.raises(PairMismatchError, match="for a target of"):
         Replay(identity_mapper(gemma), gemma, llama)
+    mapper, training = identity_mapper(gemma), copy.deepcopy(gemma).train()
+    for side, models in (("source", (training, gemma)), ("target", (gemma, training))):
+        with pytest.raises(ValueError, match=rf"`{side}` is in training mode.*{side}.eval\(\)"):
+            Replay(mapper, *models)
     mapper = identity_mapper(gemma)
     mapper.config.source = mapper.config.source | {"tokenizer": tokenizer_fingerprint(tokenizers["bpe"])}
     with pytest.raises(TokenizerMismatchError, match="different tokenizers"):

@@ -43,6 +43,19 @@ def test_figures_are_those_of_the_rounded_results(folder):
     assert report.results == [row.rounded() for row in evaluation()]
 
 
+def test_figures_of_some_capabilities(tmp_path):
+    report = make_report()
+    selected = report.figures_of(["dialogue", "code"])
+    assert selected == figures([row for row in report.results if row.capability in ("code", "dialogue")])
+    assert selected["capabilities"].keys() == {"code", "dialogue"}
+    assert report.figures_of(["knowledge"]) == figures([r for r in report.results if r.capability == "knowledge"])
+    # Asked for again they are there already, and they are no part of the file.
+    assert report.figures_of(("code", "dialogue")) is selected
+    loaded = FidelityReport.load(report.save(tmp_path))
+    assert loaded == report == make_report(created=report.created)
+    assert loaded.figures_of(["code", "dialogue"]) == selected
+
+
 def test_the_same_report_is_the_same_file(folder):
     text = (folder / "fidelity.json").read_text()
     FidelityReport.load(folder).save(folder)
@@ -180,3 +193,11 @@ def test_what_could_not_be_loaded_is_not_saved(report, tmp_path, changes, reason
     with pytest.raises(EvidenceError, match=reason):
         dataclasses.replace(report, **changes).save(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_report_in_memory_can_be_checked(report):
+    report.check()
+    with pytest.raises(EvidenceError, match=r"`figures\.positions`"):
+        dataclasses.replace(report, results=evaluation(seed=1)).check()
+    with pytest.raises(EvidenceError, match="`mapper` has no `digest` that is a str"):
+        dataclasses.replace(report, mapper={"name": "a"}).check()

@@ -1,9 +1,12 @@
 """`ShadowTransfer`: what is served is native, what is logged is true, and nothing is remembered for ever."""
 
+import copy
 import json
 import logging
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -313,6 +316,81 @@ def test_an_interruption_is_not_held_up(model, make, log):
         shadow.generate(prompt(model), max_new_tokens=1)
         raise RuntimeError
     assert len(lines(log)) == 1
+
+
+def test_an_interrupted_drain_goes_on(model, make, log, monkeypatch):
+    score, scored = Replay.score, []
+
+    def interrupted(self, passage, **options):
+        scored.append(passage)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return score(self, passage, **options)
+
+    monkeypatch.setattr(Replay, "score", interrupted)
+    shadow = make(max_pending=4)
+    for name in "abcde":
+        shadow.generate(prompt(model, 1, 8), conversation=name, do_sample=False, max_new_tokens=1)
+    with pytest.raises(KeyboardInterrupt):
+        shadow.drain()
+    assert [line["conversation"] for line in lines(log)] == ["b"]
+    assert shadow.drain() == 2
+    *compared, counts = lines(log)
+    assert [line["conversation"] for line in compared] == ["b", "d", "e"]
+    assert counts["not_compared"] == {"dropped": 1}
+
+
+def test_two_drains_do_not_overlap(model, make, log, monkeypatch):
+    score, at_work, overlaps = Replay.score, threading.Lock(), []
+
+    def counted(self, passage, **options):
+        if not at_work.acquire(blocking=False):
+            overlaps.append(passage)
+            return score(self, passage, **options)
+        try:
+            time.sleep(0.05)
+            return score(self, passage, **options)
+        finally:
+            at_work.release()
+
+    monkeypatch.setattr(Replay, "score", counted)
+    shadow = make()
+    for _ in range(4):
+        shadow.generate(prompt(model, 1, 8), do_sample=False, max_new_tokens=1)
+    with ThreadPoolExecutor(2) as pool:
+        drains = [pool.submit(shadow.drain) for _ in range(2)]
+        assert sum(drain.result() for drain in drains) == 4
+    assert not overlaps
+    assert len(lines(log)) == 4
+
+
+def test_requests_that_come_in_while_draining_wait_for_the_next(model, make, log, monkeypatch):
+    score = Replay.score
+    options = {"do_sample": False, "max_new_tokens": 1}
+
+    def served(self, passage, **named):
+        shadow.generate(prompt(model, 1, 8), **options)
+        return score(self, passage, **named)
+
+    monkeypatch.setattr(Replay, "score", served)
+    shadow = make()
+    for _ in range(2):
+        shadow.generate(prompt(model, 1, 8), **options)
+    assert shadow.drain() == 2
+    assert shadow.drain() == 2
+
+
+def test_an_accelerator_that_is_no_gpu_of_cuda(model, make, log, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: torch.cuda.device_count() + 1)
+    with make() as shadow:
+        shadow.generate(prompt(model), **SAMPLING)
+        assert shadow.drain() == 1
+
+
+def test_a_model_in_training_mode_is_refused(model, mapper, log):
+    with pytest.raises(ValueError, match=r"`source` is in training mode.*source.eval\(\)"):
+        ShadowTransfer(mapper, copy.deepcopy(model).train(), model, log=log)
+    assert not log.exists()
 
 
 def test_a_log_that_fails_later_does_not_stop_the_service(model, make, log):
