@@ -61,9 +61,10 @@ class FidelityGate:
             Not asked of evidence without dialogues.
         min_agreement (`float`, *optional*, defaults to 0.7):
             Share of positions at which the target's most probable token is the native one, over all text.
-        max_control (`float`, *optional*, defaults to 0.25):
-            Gap recovered by a translation of another document, and by a random map. A control that recovers more shows
-            that the measure does not look at the content. Each must also lie wholly below the mapper's own interval.
+        max_control (`float`, *optional*, defaults to 0.5):
+            Gap recovered by a translation of another document, and by a random map, as a share of the mapper's own.
+            Another document of the same kind helps with style and topic, too; one that helps more shows that the
+            measure hardly looks at the content. Each must also lie wholly below the mapper's own interval.
         min_positions (`int`, *optional*, defaults to 384):
             Scored positions: the standard error of an agreement of one half is then 2.5 percentage points.
         allow_unverified (`bool`, *optional*, defaults to `False`):
@@ -77,7 +78,7 @@ class FidelityGate:
     min_gap_recovered: float = 0.5
     min_late_turns: float = 0.5
     min_agreement: float = 0.7
-    max_control: float = 0.25
+    max_control: float = 0.5
     min_positions: int = MIN_POSITIONS
     allow_unverified: bool = False
     strict: bool = True
@@ -216,7 +217,7 @@ class FidelityGate:
                 continue
             if control is None:
                 reasons.append(f"the control {name!r} was not measured")
-            elif control["value"] > self.max_control or control["high"] >= overall["low"]:
+            elif control["value"] > self.max_control * overall["value"] or control["high"] >= overall["low"]:
                 reasons.append(
                     f"the control {name!r} recovers {control['value']:.2f} of the gap, too close to the mapper's own "
                     f"{overall['value']:.2f}: what was measured does not depend on the content"
