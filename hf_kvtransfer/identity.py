@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .compat import public_name
-from .errors import UnsupportedModelError
 from .geometry import KVGeometry
 from .model_tensors import ModelTensors
+from .nested import leaves
 from .rotary import Rotary
 from .tokenizer_identity import tokenizer_fingerprint
 from .weights_identity import Samples, TensorSample, compare_samples, sample_tensors, sample_weights
@@ -91,7 +90,7 @@ class ModelIdentity:
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
         tensors = ModelTensors.from_model(model, [call.module for call in rotary.calls])
         frequencies = tensors.rotary
-        if _depends_on_length(rotary):
+        if rotary.depends_on_length:
             # Exchanged by each call that is longer or shorter than the ones before; the original is kept beside it.
             frequencies = {name: tensor for name, tensor in frequencies.items() if "original" in name.split(".")[-1]}
         rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
@@ -131,7 +130,7 @@ class ModelIdentity:
             else:
                 for status, detail in compare_samples(self.adapters[name], found.adapters[name]):
                     yield "adapters", status, f"adapter {name}: {detail}"
-        expected, given = _leaves(self.rope_parameters), _leaves(found.rope_parameters)
+        expected, given = leaves(self.rope_parameters), leaves(found.rope_parameters)
         changed = [key for key in expected | given if expected.get(key) != given.get(key)]
         if changed:
             values = ", ".join(f"{key} is {given.get(key)}, not {expected.get(key)}" for key in changed)
@@ -182,22 +181,6 @@ class ModelIdentity:
             _samples_from_dict(identity["weights"]),
             {name: _samples_from_dict(adapter) for name, adapter in identity["adapters"].items()},
         )
-
-
-def _depends_on_length(rotary: Rotary) -> bool:
-    try:
-        rotary.check_length(sys.maxsize)
-    except UnsupportedModelError:
-        return True
-    return False
-
-
-def _leaves(parameters: dict | None, prefix: str = "") -> dict:
-    """Parameters of all layer types, in one dict."""
-    leaves: dict = {}
-    for key, value in (parameters or {}).items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _samples_to_dict(samples: Samples) -> dict:

@@ -44,3 +44,23 @@ def check_left_padded(attention_mask: torch.Tensor) -> None:
             f"Row {int(wrong[0])} of `attention_mask` has padding behind a token. Pad on the left: "
             '`tokenizer(..., padding=True, padding_side="left")`.'
         )
+
+
+def mask_and_positions(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask and positions of a batch `[batch, tokens]`, checked; those of `generate` where they are `None`."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device).long()
+    positions = positions_from_mask(mask) if position_ids is None else position_ids.to(input_ids.device)
+    check_same_shape("attention_mask", mask, input_ids)
+    check_same_shape("position_ids", positions, input_ids)
+    check_left_padded(mask)
+    return mask, positions
+
+
+def check_same_shape(name: str, tensor: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """Raise [`BatchMismatchError`] if a tensor has not one entry for each token."""
+    if tensor.shape != input_ids.shape:
+        raise BatchMismatchError(
+            f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
+        )

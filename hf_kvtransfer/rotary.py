@@ -91,6 +91,11 @@ class Rotary:
             self.check_length(int(position_ids.max()) + 1)
         return RotaryTables(self, position_ids)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies change with the length of a call, at lengths that [`~Rotary.check_length`] refuses."""
+        return bool(self._limits)
+
     def check_length(self, num_positions: int) -> None:
         """Refuses lengths at which the embedding of a token depends on how many tokens the call was made with.
 

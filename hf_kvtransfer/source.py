@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 from .cache_policy import cache_policy
 from .compat import read_into_cache, token_losses
 from .completeness import check_holds_every_token
-from .errors import BatchMismatchError, SourceCacheError
+from .errors import SourceCacheError
 from .geometry import KVGeometry
 from .identity import ModelIdentity
-from .padding import check_left_padded, pad_rows, positions_from_mask, unpad_rows
+from .padding import check_same_shape, mask_and_positions, pad_rows, unpad_rows
 from .rotary import Rotary
 from .spans import character_spans, encode_with_spans
 
@@ -165,7 +165,7 @@ class SourceKV:
             spans, _ = pad_rows([torch.tensor(spans).view(-1, 2) for _, spans in encoded])
         if input_ids.shape[1] == 0:
             raise SourceCacheError("`text` has no tokens, there is nothing to prefill.")
-        mask, position_ids = _mask_and_positions(input_ids, attention_mask, None)
+        mask, position_ids = mask_and_positions(input_ids, attention_mask, None)
         # A rotary embedding that depends on the length of the call is refused before the prefill is paid for.
         Rotary.from_model(model).check_length(int(position_ids.max()) + 1)
         cache = DynamicCache(config=model.config)
@@ -232,9 +232,9 @@ class SourceKV:
             `UnsupportedModelError`: the model's keys cannot be made position-free.
         """
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
-        mask, positions = _mask_and_positions(input_ids, attention_mask, position_ids)
+        mask, positions = mask_and_positions(input_ids, attention_mask, position_ids)
         if token_losses is not None:
-            _check_shape("token_losses", token_losses, input_ids)
+            check_same_shape("token_losses", token_losses, input_ids)
             token_losses = token_losses.float().cpu()
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
         check_holds_every_token(cache, geometry, *input_ids.shape)
@@ -320,24 +320,6 @@ class SourceKV:
             if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
                 raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
         return cls(features, geometry, ids, mask, positions, identity, text, spans, losses, policy)
-
-
-def _mask_and_positions(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device).long()
-    positions = positions_from_mask(mask) if position_ids is None else position_ids.to(input_ids.device)
-    _check_shape("attention_mask", mask, input_ids)
-    _check_shape("position_ids", positions, input_ids)
-    check_left_padded(mask)
-    return mask, positions
-
-
-def _check_shape(name: str, tensor: torch.Tensor, input_ids: torch.Tensor) -> None:
-    if tensor.shape != input_ids.shape:
-        raise BatchMismatchError(
-            f"`{name}` has shape {list(tensor.shape)}, `input_ids` {list(input_ids.shape)}: they must be equal."
-        )
 
 
 def _last_losses(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

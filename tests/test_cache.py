@@ -21,7 +21,7 @@ from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.layers import TranslatedLayer, TranslatedSlidingWindowLayer
 from hf_kvtransfer.translation import Translation
 
-from .tiny_models import FAMILIES, identity_mapper, random_ids, tiny_model, ungated_cache
+from .tiny_models import FAMILIES, fail_from_layer, identity_mapper, random_ids, tiny_model, ungated_cache
 
 
 # Longer than the windows of the tiny Gemma.
@@ -258,15 +258,8 @@ def test_a_failing_layer_leaves_a_cache_that_can_be_asked_again(gemma, monkeypat
     ids = random_ids(gemma, 1, LENGTH)
     cache = translated(gemma, ids)
     assert cache.layers[1].keys is not None  # translated already, and about to be appended to
-    layer = Translation.layer
-
-    def broken(self, layer_idx, *args):
-        if layer_idx == 2:
-            raise RuntimeError("out of memory")
-        return layer(self, layer_idx, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Translation, "layer", broken)
+        fail_from_layer(patch, 2)
         with pytest.raises(RuntimeError, match="out of memory") as raised:
             run(gemma, ids, cache)
     assert "layer 2" in raised.value.__notes__[0]

@@ -22,9 +22,8 @@ from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.fidelity.tail_reading import read_tail
 from hf_kvtransfer.layers import FilledTranslator
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
-from hf_kvtransfer.translation import Translation
 
-from .tiny_models import identity_mapper, plant, random_ids, tiny_model, ungated_cache
+from .tiny_models import fail_from_layer, identity_mapper, plant, random_ids, tiny_model, ungated_cache
 
 
 CONTEXT = 150
@@ -129,10 +128,15 @@ def with_features(source_kv, change):
     )
 
 
-def test_a_cache_of_another_document(source, target, mapper, context, texts):
-    other = read(source, texts[9:10, :CONTEXT])
-    features = iter(other.features)
-    wrong = with_features(read(source, context), lambda states: next(features))
+@pytest.fixture
+def of_another_document(source, context, texts):
+    """What the source has read of another document, under this one's tokens."""
+    features = iter(read(source, texts[9:10, :CONTEXT]).features)
+    return with_features(read(source, context), lambda states: next(features))
+
+
+def test_a_cache_of_another_document(target, mapper, context, of_another_document):
+    wrong = of_another_document
     assert_answered_natively(
         target, context, TranslatedCache(wrong, mapper, target), "does not stand for this context"
     )
@@ -255,9 +259,8 @@ def test_a_gate_that_is_not_strict_is_visible(source, target, mapper, context):
         )
 
 
-def test_a_probe_that_raises(source, target, mapper, context, texts):
-    features = iter(read(source, texts[9:10, :CONTEXT]).features)
-    wrong = with_features(read(source, context), lambda states: next(features))
+def test_a_probe_that_raises(target, mapper, of_another_document):
+    wrong = of_another_document
     with pytest.raises(RefusedError, match="does not stand for this context"):
         TranslatedCache(wrong, mapper, target, on_refusal="raise")
     assert TranslatedCache(wrong, mapper, target, probe_tokens=0).report.outcome == "translated"
@@ -268,10 +271,7 @@ def test_an_error_before_the_first_layer_is_used(source, target, mapper, context
     cache = TranslatedCache(read(source, context), mapper, target, probe_tokens=0)
     assert cache.report.outcome == "translated"
 
-    def broken(*args):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Translation, "layer", broken)
+    fail_from_layer(monkeypatch, 0)
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     output = target.generate(context, **options, **{cache_argument(target): cache})
     assert torch.equal(output, target.generate(context, **options))
@@ -283,15 +283,8 @@ def test_an_error_before_the_first_layer_is_used(source, target, mapper, context
 
 def test_an_error_after_the_first_layer_is_used(source, target, mapper, context, monkeypatch):
     cache = TranslatedCache(read(source, context), mapper, target, probe_tokens=0)
-    layer = Translation.layer
-
-    def broken(self, layer_idx, *args):
-        if layer_idx == 2:
-            raise RuntimeError("out of memory")
-        return layer(self, layer_idx, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Translation, "layer", broken)
+        fail_from_layer(patch, 2)
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(target, context, cache)
     assert cache.report.outcome == "translated"

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_kvtransfer import FidelityGate, KVGeometry, KVMapper, KVMapperConfig, TranslatedCache
+from hf_kvtransfer.translation import Translation
 
 
 # A wide initialisation, so that attention and not only the last token decides what comes next.
@@ -128,3 +129,15 @@ def random_ids(model: PreTrainedModel, *shape: int, seed: int = 0) -> torch.Tens
 def ungated_cache(*args, **options) -> TranslatedCache:
     """A cache through a mapper without evidence, which raises where it would otherwise be left empty."""
     return TranslatedCache(*args, gate=FidelityGate(strict=False), on_refusal="raise", **options)
+
+
+def fail_from_layer(monkeypatch, first: int) -> None:
+    """From now on no translation of a layer from `first` on succeeds."""
+    layer = Translation.layer
+
+    def broken(self, layer_idx, *args):
+        if layer_idx >= first:
+            raise RuntimeError("out of memory")
+        return layer(self, layer_idx, *args)
+
+    monkeypatch.setattr(Translation, "layer", broken)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..mapper import KVMapper
+from ..maps.linear import at_tokens
 
 
 def with_maps(mapper: KVMapper, maps: Sequence[nn.Module]) -> KVMapper:
@@ -55,6 +56,4 @@ class Unchanged(nn.Module):
     ) -> torch.Tensor:
         """As [`LinearMap.forward`]; `token_features` are not used."""
         (states,) = source_features
-        if source_index is None:
-            return states
-        return states[torch.arange(len(states), device=states.device)[:, None], source_index]
+        return states if source_index is None else at_tokens(states, source_index)

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .. import __version__
 from ..cache_policy import cache_policy
 from ..compat import model_name, public_name
 from ..errors import EvaluationDataError
@@ -204,8 +205,6 @@ def _check_vocabulary(documents: Sequence[Document], source: PreTrainedModel, ta
 
 
 def _versions() -> dict[str, str]:
-    from .. import __version__  # not there yet while the package is being imported
-
     packages = {package: importlib.metadata.version(package) for package in _PACKAGES}
     return {"hf_kvtransfer": __version__, **packages, "python": platform.python_version()}
 

@@ -2,11 +2,11 @@
 
 import json
 import reprlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import EvaluationDataError
+from ..nested import leaves
 
 
 # Differences that an error message lists.
@@ -66,7 +66,7 @@ class WorkFile:
             ) from error
 
     def _check_same(self, found: dict[str, Any], header: dict[str, Any]) -> None:
-        there, now = dict(_leaves(found)), dict(_leaves(header))
+        there, now = leaves(found), leaves(header)
         differ = [name for name in sorted(there.keys() | now.keys()) if there.get(name) != now.get(name)]
         if differ:
             listed = "; ".join(
@@ -78,12 +78,3 @@ class WorkFile:
                 f"The work file {self.path} is of another evaluation: {listed}{more}. Go on with what it was begun "
                 "with, or delete it to start anew."
             )
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested dict."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else key)
-    else:
-        yield name, value

@@ -61,9 +61,13 @@ class LinearMap(nn.Module):
             output.addmm_(states.reshape(batch * tokens, -1), block.T)
         output = output.view(batch, tokens, -1)
         if source_index is not None:
-            rows = torch.arange(batch, device=output.device)[:, None]
-            output = output[rows, source_index]
+            output = at_tokens(output, source_index)
         if token_features is not None:
             flat = output.view(-1, output.shape[-1])
             flat.addmm_(token_features.to(dtype).reshape(flat.shape[0], -1), blocks[-1].T)
         return output
+
+
+def at_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """States `[batch, tokens, features]` of the tokens that each row of `index` `[batch, target_tokens]` names."""
+    return states[torch.arange(len(states), device=states.device)[:, None], index]
