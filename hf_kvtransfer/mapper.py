@@ -1,89 +1,27 @@
 """The artifact: a config, one layer map for each target layer, and the evidence of what they are worth."""
 
+import copy
 import hashlib
 import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .errors import MapperFormatError
 from .fidelity.report import FIDELITY_FILE, FidelityReport
-from .geometry import KVGeometry
+from .mapper_config import KVMapperConfig
 from .maps import build_layer_map
+from .maps.storage import check_storage, dequantized, num_bytes, quantized
 
-
-FORMAT_VERSION = 1
 
 # What `cached_file` needs to know to find a file beside the weights.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "subfolder")
-
-
-class KVMapperConfig(PreTrainedConfig):
-    """
-    What a mapper was fitted for, and how it is built.
-
-    Args:
-        source (`dict`), target (`dict`):
-            For each side `name`, `geometry` (see [`KVGeometry`]) and `tokenizer` (a fingerprint, `None` if the mapper
-            was fitted on token ids alone).
-        layers (`list[dict | None]`):
-            For each target layer the `kind` of its map and the `source_layers` it reads, `None` for a layer that
-            caches nothing of its own.
-        token_features (`int`, *optional*, defaults to 0):
-            Width of the target's token embedding if the maps read it, else 0.
-        sink_tokens (`int`, *optional*, defaults to 4):
-            First tokens of a context, left out of the fit and read by the target itself.
-        fit (`dict`, *optional*):
-            How the mapper was fitted: data, number of tokens, ridge strengths, held-out explained variance.
-        format_version (`int`, *optional*, defaults to 1):
-            Version of this layout.
-    """
-
-    model_type = "kv_mapper"
-
-    source: dict | None = None
-    target: dict | None = None
-    layers: list | None = None
-    token_features: int = 0
-    sink_tokens: int = 4
-    fit: dict | None = None
-    format_version: int = FORMAT_VERSION
-
-    def validate_layout(self) -> tuple[KVGeometry, KVGeometry]:
-        """
-        Check that the config describes a mapper that this version can build.
-
-        Returns:
-            `tuple[KVGeometry, KVGeometry]`: Geometry of the source and of the target.
-
-        Raises:
-            `MapperFormatError`: a field is missing, of the wrong type or of an unknown format version.
-        """
-        if self.format_version != FORMAT_VERSION:
-            raise MapperFormatError(
-                f"The mapper's `format_version` is {self.format_version!r}, this version of hf-kvtransfer reads "
-                f"{FORMAT_VERSION}. Update hf-kvtransfer or use another revision of the mapper."
-            )
-        try:
-            for side in (self.source, self.target):
-                if not isinstance(side["name"], str) or not isinstance(side["tokenizer"], str | None):
-                    raise ValueError(f"name {side['name']!r}, tokenizer {side['tokenizer']!r}")
-            source, target = (KVGeometry.from_dict(side["geometry"]) for side in (self.source, self.target))
-            consistent = len(self.layers) == len(target.layers) and all(
-                (spec is None) == (layer is None) for spec, layer in zip(self.layers, target.layers, strict=True)
-            )
-        except (TypeError, KeyError, ValueError) as error:
-            raise MapperFormatError(f"The mapper's config.json is incomplete or damaged: {error!r}.") from error
-        if not consistent:
-            raise MapperFormatError(
-                f"The mapper's config lists {len(self.layers)} layer maps for a target of {target.describe()}."
-            )
-        return source, target
 
 
 class KVMapper(PreTrainedModel):
@@ -101,7 +39,7 @@ class KVMapper(PreTrainedModel):
         super().__init__(config)
         self.source_geometry, self.target_geometry = config.validate_layout()
         self.layers = nn.ModuleList(
-            build_layer_map(spec, i, self.source_geometry, self.target_geometry, config.token_features)
+            build_layer_map(spec, i, self.source_geometry, self.target_geometry, config.token_features, config.storage)
             if spec is not None
             else nn.Identity()
             for i, spec in enumerate(config.layers)
@@ -119,6 +57,57 @@ class KVMapper(PreTrainedModel):
     def name(self) -> str:
         """Where the mapper came from, for messages."""
         return self.config._name_or_path or f"{self.config.source['name']} -> {self.config.target['name']}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # An identity without a correction has no weights, and a native layer has none.
+        return next((weight.dtype for weight in self.parameters()), torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        return next((weight.device for weight in self.parameters()), torch.device("cpu"))
+
+    def num_bytes(self) -> int:
+        """The number of bytes of its tensors, as they are saved."""
+        return num_bytes(self)
+
+    def quantize(self, bits: int = 8, group_size: int = 64) -> "KVMapper":
+        """
+        A new mapper with its weight matrices in 8 or 4 bits. They are made dense when a layer is used.
+
+        It is another mapper: what was measured with this one says nothing about it, so it has no evidence yet.
+
+        Args:
+            bits (`int`, *optional*, defaults to 8):
+                8 or 4.
+            group_size (`int`, *optional*, defaults to 64):
+                Number of weights along the input that share a scale.
+
+        Raises:
+            `ValueError`: another number of bits, a group size that is not positive, or the mapper is quantised.
+        """
+        check_storage(bits, group_size)
+        if self.config.storage is not None:
+            raise ValueError(
+                f"The mapper's weights have {self.config.storage['bits']} bits: rounding them again would lose more. "
+                "Quantize the mapper that was fitted, or call `dequantize()` first."
+            )
+        maps = [quantized(layer_map, bits, group_size) for layer_map in self.layers]
+        return self._with_layers(maps, {"bits": bits, "group_size": group_size})
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> "KVMapper":
+        """
+        A new mapper with plain weights of `dtype`, by default that of its biases. What was rounded stays rounded.
+        """
+        return self._with_layers([dequantized(layer_map, dtype or self.dtype) for layer_map in self.layers], None)
+
+    def _with_layers(self, maps: list[nn.Module], storage: dict | None) -> "KVMapper":
+        config = copy.deepcopy(self.config)
+        config.storage = storage
+        with torch.device("meta"):  # its own maps are thrown away
+            other = type(self)(config)
+        other.layers = nn.ModuleList(maps)
+        return other.train(self.training)
 
     @property
     def evidence(self) -> FidelityReport | None:
@@ -141,22 +130,25 @@ class KVMapper(PreTrainedModel):
     def digest(self) -> str:
         """
         Says whether two mappers are the same: SHA-256 of what the config says about the pair and the layout, and of
-        the weights rounded to bfloat16, so that a bfloat16 mapper has the same one in float32.
+        the weights rounded to bfloat16, so that a bfloat16 mapper has the same one in float32. Of quantised weights
+        the codes count.
 
         It is computed anew when a weight was changed in place, but not after changes through `.data`, which leave no
         trace.
         """
         state = self.state_dict()
         sides = [[side["geometry"], side["tokenizer"]] for side in (self.config.source, self.config.target)]
-        layout = json.dumps(
-            [sides, self.config.layers, self.config.token_features, self.config.sink_tokens], sort_keys=True
-        )
+        described = [sides, self.config.layers, self.config.token_features, self.config.sink_tokens]
+        if self.config.storage is not None:  # plain mappers keep the digests they have always had
+            described.append(self.config.storage)
+        layout = json.dumps(described, sort_keys=True)
         version = (layout, *((tensor.data_ptr(), tensor._version) for tensor in state.values()))
         if self._digest is None or self._digest[0] != version:
             digest = hashlib.sha256(layout.encode())
             for name, tensor in sorted(state.items()):
                 digest.update(name.encode())
-                digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy())
+                tensor = tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+                digest.update(tensor.contiguous().view(torch.uint8).numpy())
             self._digest = version, digest.hexdigest()
         return self._digest[1]
 
@@ -171,6 +163,10 @@ class KVMapper(PreTrainedModel):
             raise ValueError("`push_to_hub=True` would leave the evidence behind: call `mapper.push_to_hub(repo_id)`.")
         evidence = self.evidence
         super().save_pretrained(save_directory, *args, **kwargs)
+        if (
+            not self.state_dict()
+        ):  # transformers writes no file for a mapper of identities, and reads no folder without
+            save_file({}, Path(save_directory) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         if evidence is not None:
             evidence.save(save_directory)
 
@@ -190,7 +186,8 @@ class KVMapper(PreTrainedModel):
         Load a mapper from a folder or the Hub.
 
         Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`], `revision`, `subfolder`, `token` and
-        `dtype` among them. In place of float16, which has no small bfloat16 numbers, weights are loaded in bfloat16.
+        `dtype` among them, which leaves the codes of quantised weights as they are. In place of float16, which has no
+        small bfloat16 numbers, weights are loaded in bfloat16.
 
         Raises:
             `MapperFormatError`: a file or a tensor is missing, left over, of the wrong shape, NaN or Inf, or the

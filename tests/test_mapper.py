@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_kvtransfer import KVMapper, KVMapperConfig, MapperFormatError
+from hf_kvtransfer import KVGeometry, KVMapper, KVMapperConfig, MapperFormatError
 
 from .tiny_models import identity_mapper, tiny_model
 
@@ -111,3 +111,161 @@ def test_a_model_is_no_mapper(tmp_path):
 def test_config_holds_what_was_given():
     config = KVMapperConfig.from_dict(KVMapperConfig(layers=[None], sink_tokens=7).to_dict())
     assert (config.layers, config.sink_tokens, config.token_features) == ([None], 7, 0)
+
+
+# One layer of each kind, behind one that the target computes itself.
+EVERY_KIND = [
+    {"kind": "native"},
+    {"kind": "linear", "source_layers": [0, 2]},
+    {"kind": "head_matched", "source_layers": [1, 3], "source_heads": [[1, 0], [1, 1]]},
+    {"kind": "low_rank", "source_layers": [2], "rank": 5},
+    {"kind": "residual_mlp", "source_layers": [3, 1], "hidden_size": 7},
+    {"kind": "identity", "source_layers": [2], "rank": 3},
+    {"kind": "identity", "source_layers": [3], "rank": 0},
+]
+
+
+def mapper_of(layers, token_features=0, seed=0):
+    """A mapper of a 4-layer source to a target of equal layers, random weights."""
+    geometry = KVGeometry.from_dict({"layers": [[2, 8, 8, None]] * 4})
+    target = {"layers": [None if spec is None else [2, 8, 8, None] for spec in layers]}
+    sides = [{"name": "tiny", "geometry": g, "tokenizer": None} for g in (geometry.to_dict(), target)]
+    config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=token_features)
+    mapper, generator = KVMapper(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in mapper.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
+    return mapper.eval()
+
+
+def assert_same(mapper, other):
+    states = mapper.state_dict(), other.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for key, tensor in states[0].items():
+        assert tensor.dtype == states[1][key].dtype and torch.equal(tensor, states[1][key]), key
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_round_trip_of_every_kind(tmp_path, bits):
+    mapper = mapper_of(EVERY_KIND, token_features=6)
+    if bits:
+        mapper = mapper.quantize(bits, 16)
+    mapper.save_pretrained(tmp_path)
+    again = KVMapper.from_pretrained(tmp_path)
+    assert_same(mapper, again)
+    assert again.digest() == mapper.digest()
+    assert again.config.storage == (None if bits is None else {"bits": bits, "group_size": 16})
+    assert again.config.native_layers == 0
+    saved = load_file(tmp_path / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in saved.values()) == mapper.num_bytes()
+
+
+@pytest.mark.parametrize("layers", [[{"kind": "identity", "source_layers": [3], "rank": 0}], [{"kind": "native"}]])
+def test_round_trip_without_weights(tmp_path, layers):
+    mapper = mapper_of(layers)
+    assert (mapper.num_bytes(), mapper.dtype, mapper.device.type) == (0, torch.float32, "cpu")
+    mapper.save_pretrained(tmp_path)
+    again = KVMapper.from_pretrained(tmp_path)
+    assert again.digest() == mapper.digest() and again.config.layers == layers
+    assert again.quantize(4).num_bytes() == 0
+
+
+def test_codes_stay_codes(tmp_path):
+    mapper = mapper_of(EVERY_KIND).quantize(4)
+    mapper.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        again = KVMapper.from_pretrained(tmp_path, dtype=dtype)
+        assert again.layers[1].bias.dtype == (torch.float32 if dtype == torch.float32 else torch.bfloat16)
+        assert torch.equal(again.layers[1].weight.codes, mapper.layers[1].weight.codes)
+        assert again.layers[1].weight.scales.dtype == torch.bfloat16
+        assert again.digest() == mapper.digest() == again.to(torch.float32).digest()
+
+
+def test_quantize_makes_another_mapper():
+    mapper = mapper_of(EVERY_KIND)
+    before = mapper.num_bytes(), mapper.digest()
+    small = {bits: mapper.quantize(bits) for bits in (8, 4)}
+    assert (mapper.num_bytes(), mapper.digest()) == before and mapper.config.storage is None
+    assert before[0] > small[8].num_bytes() > small[4].num_bytes()
+    assert len({before[1], small[8].digest(), small[4].digest()}) == 3
+    assert small[8].evidence is None and not small[8].training and small[8].dtype == torch.float32
+    features = [torch.rand(1, 5, 32, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    with torch.no_grad():
+        exact, *rounded = (m.layers[1](features) for m in (mapper, small[8], small[4]))
+    errors = [(output - exact).norm() / exact.norm() for output in rounded]
+    assert 0 < errors[0] < 0.01 and errors[0] < errors[1] < 0.1
+
+
+def test_dequantize():
+    small = mapper_of(EVERY_KIND).quantize(8)
+    plain = small.dequantize(torch.bfloat16)
+    assert plain.config.storage is None and plain.dtype == torch.bfloat16
+    assert all(tensor.dtype == torch.bfloat16 for tensor in plain.state_dict().values())
+    assert_same(plain.dequantize(), plain)
+    features = [torch.rand(1, 5, 32, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    with torch.no_grad():
+        assert torch.equal(small.layers[2](features), small.dequantize().layers[2](features))
+
+
+def test_what_cannot_be_quantised():
+    mapper = mapper_of(EVERY_KIND)
+    with pytest.raises(ValueError, match=r"`bits` must be one of \[4, 8\], got 2"):
+        mapper.quantize(2)
+    with pytest.raises(ValueError, match="have 8 bits: rounding them again"):
+        mapper.quantize(8).quantize(4)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop("layers.1.weight.codes"), "missing: layers.1.weight.codes"),
+        (lambda tensors: tensors.pop("layers.4.feature_mean"), "missing: layers.4.feature_mean"),
+        (
+            lambda tensors: tensors.update({"layers.2.weight.codes": torch.ones(3, 2, dtype=torch.uint8)}),
+            "another shape.*layers.2.weight.codes",
+        ),
+        (lambda tensors: tensors.update({"layers.1.weight": torch.ones(32, 64)}), "unknown: layers.1.weight"),
+        (lambda tensors: tensors["layers.5.up.scales"].view(-1)[:1].fill_(torch.nan), "layers.5.up.scales.*NaN"),
+    ],
+)
+def test_damaged_codes(tmp_path, damage, message):
+    mapper_of(EVERY_KIND).quantize(4).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MapperFormatError, match=message):
+        KVMapper.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("storage", [{"bits": 3, "group_size": 64}, {"bits": 8}, 8, {"bits": 8, "group_size": "all"}])
+def test_damaged_storage(tmp_path, storage):
+    mapper_of(EVERY_KIND).quantize(8).save_pretrained(tmp_path)
+    change_config(tmp_path, storage=storage)
+    with pytest.raises(MapperFormatError, match="incomplete or damaged"):
+        KVMapper.from_pretrained(tmp_path)
+
+
+LINEAR, NATIVE = {"kind": "linear", "source_layers": [0]}, {"kind": "native"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "native_layers"),
+    [
+        ([LINEAR, LINEAR], None),
+        ([NATIVE, LINEAR], 0),
+        ([None, NATIVE, None, NATIVE, LINEAR], 3),
+        ([NATIVE, NATIVE], 1),
+    ],
+)
+def test_native_layers(layers, native_layers):
+    assert mapper_of(layers).config.native_layers == native_layers
+
+
+@pytest.mark.parametrize("layers", [[LINEAR, NATIVE], [NATIVE, LINEAR, None, NATIVE]])
+def test_native_layers_come_first(layers):
+    with pytest.raises(MapperFormatError, match=r"leaves layers \[.*\] to the target.*be its first"):
+        mapper_of(layers)
+
+
+def test_native_layers_of_a_config_without_layers():
+    assert KVMapperConfig().native_layers is None

@@ -1,0 +1,79 @@
+"""A linear map through a narrow waist: smaller, and cheaper to apply."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from ..geometry import KVGeometry, LayerGeometry
+from .base import LayerMap
+from .linear import affine, num_inputs
+from .storage import dense
+
+
+class LowRankMap(LayerMap):
+    """
+    `bias + up @ (down @ features)`, all heads of a few source layers to all heads of one target layer.
+
+    Args:
+        source_layers (`Sequence[int]`):
+            Source layers that the map reads, in the order of its input features.
+        in_features (`int`), out_features (`int`):
+            As in [`LinearMap`].
+        rank (`int`):
+            Width of the waist.
+    """
+
+    spec_fields = ("source_layers", "rank")
+
+    def __init__(self, source_layers: Sequence[int], in_features: int, out_features: int, rank: int):
+        super().__init__()
+        self.source_layers = tuple(source_layers)
+        self.down = random_projection(rank, in_features)
+        self.up = nn.Parameter(torch.zeros(out_features, rank))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    @classmethod
+    def from_spec(cls, spec: dict, source: KVGeometry, target: LayerGeometry, token_features: int) -> "LowRankMap":
+        """
+        The untrained map of `{"kind": "low_rank", "source_layers": [3, 4], "rank": 64}`, see
+        [`LayerMap.from_spec`].
+
+        Raises:
+            `ValueError`: the rank is not a positive integer.
+        """
+        rank = whole_number(spec, "rank", 1)
+        return cls(spec["source_layers"], num_inputs(spec, source, token_features), sum(target.widths), rank)
+
+    def forward(
+        self,
+        source_features: Sequence[torch.Tensor],
+        token_features: torch.Tensor | None = None,
+        source_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As [`LayerMap.forward`]."""
+        dtype = source_features[0].dtype
+        down = dense(self.down, dtype)
+        # What is gathered at the target's tokens is the waist.
+        waist = affine(down, down.new_zeros(len(down)), source_features, token_features, source_index)
+        return linear(waist, dense(self.up, dtype), self.bias.to(dtype))
+
+    @torch.no_grad()
+    def compose(self, matrix: torch.Tensor, offset: torch.Tensor) -> None:
+        """As [`LayerMap.compose`]."""
+        self.up.copy_(matrix @ self.up)
+        self.bias.copy_(matrix @ self.bias + offset)
+
+
+def random_projection(out_features: int, in_features: int) -> nn.Parameter:
+    """A weight that keeps the scale of its input. Behind it `up` starts at zero: the map adds nothing, but learns."""
+    return nn.Parameter(torch.randn(out_features, in_features) * in_features**-0.5)
+
+
+def whole_number(spec: dict, field: str, at_least: int) -> int:
+    """A spec's field, if it is an integer and large enough, else `ValueError`."""
+    number = spec[field]
+    if type(number) is not int or number < at_least:
+        raise ValueError(f"`{field}` must be an integer of {at_least} or more, got {number!r}")
+    return number
