@@ -36,12 +36,8 @@ def check_pair(
                 f"({getattr(config, side)['name']}), but the {side} given ({name_found}) caches "
                 f"{found.describe()}. Use the mapper of this pair, or fit one with `fit_mapper`."
             )
-    width = target.get_input_embeddings().embedding_dim
-    if config.token_features not in (0, width):
-        raise PairMismatchError(
-            f"Mapper {name} reads token embeddings of width {config.token_features}, those of the target "
-            f"({model_name(target)}) are {width} wide. Use the mapper of this pair."
-        )
+    if config.native_layers is None:
+        check_token_features(mapper, target, target.get_input_embeddings().embedding_dim)
     target_id = None if target_tokenizer is None else tokenizer_fingerprint(target_tokenizer)
     expected_ids = config.source["tokenizer"], config.target["tokenizer"]
     for side, found_id, expected_id in zip(
@@ -60,3 +56,28 @@ def check_pair(
                 f"with ({expected_id}): its vocabulary, merges, normalisation or added tokens differ. Load the "
                 f"tokenizer of {getattr(config, side)['name']}, or fit a mapper for this one."
             )
+
+
+def check_token_features(mapper: KVMapper, target: PreTrainedModel, width: int) -> None:
+    """
+    Check that what the maps read of the target itself is as wide as in the fit.
+
+    Args:
+        mapper ([`KVMapper`]):
+            The mapper.
+        target (`PreTrainedModel`):
+            The target, for its name.
+        width (`int`):
+            Of its embeddings. With native layers of the hidden states that they leave, which is known once they have
+            run: some models project their embeddings.
+
+    Raises:
+        `PairMismatchError`: it is another width, and the maps read it.
+    """
+    config = mapper.config
+    if config.token_features not in (0, width):
+        read = "token embeddings" if config.native_layers is None else f"hidden states of layer {config.native_layers}"
+        raise PairMismatchError(
+            f"Mapper {mapper.name} reads {read} of width {config.token_features}, those of the target "
+            f"({model_name(target)}) are {width} wide. Use the mapper of this pair."
+        )

@@ -35,12 +35,16 @@ class TransferReport:
             Target tokens of the context that the target has read itself, at its start and for the probe.
         held_back_tokens (`int`):
             Target tokens at the end of the context that the target still has to read.
+        native_layers (`int`, *optional*):
+            The target's own first layers, up to this one, make the keys and values of all of these tokens; the others
+            are translated. `None` if all are.
         coverage (`float`):
             Share of the target's tokens behind which a source token stands.
         boundary_share (`float`):
             Share of those that end where their source token ends.
         layer_seconds (`dict[int, float]`):
-            How long the translation of each layer took. Filled as layers are translated.
+            How long the translation of each layer took, what native layers took in the first of them. Filled as
+            layers are translated.
     """
 
     outcome: str
@@ -53,6 +57,7 @@ class TransferReport:
     translated_tokens: int = 0
     native_tokens: int = 0
     held_back_tokens: int = 0
+    native_layers: int | None = None
     coverage: float = 0.0
     boundary_share: float = 0.0
     layer_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -78,6 +83,7 @@ class TransferReport:
             translated_tokens=int(translation.attention_mask.sum()) - native,
             native_tokens=native,
             held_back_tokens=translation.held_back_tokens,
+            native_layers=mapper.config.native_layers,
             coverage=translation.coverage,
             boundary_share=translation.boundary_share,
             layer_seconds=translation.layer_seconds,
@@ -90,12 +96,11 @@ class TransferReport:
         mapper = self.mapper + (f"@{self.revision[:7]}" if self.revision else "")
         if self.outcome == "recomputed":
             return "\n  - ".join([f"{mapper}: the target reads the context itself", *self.reasons])
-        probe = ""
-        if self.probe is not None:
-            probe = f"; {self.probe}"
+        notes = "" if self.native_layers is None else f"; layers 0 to {self.native_layers} are the target's own"
+        notes += "" if self.probe is None else f"; {self.probe}"
         text = (
             f"{mapper}: {self.translated_tokens} tokens translated, {self.native_tokens} read by the target, "
-            f"{self.held_back_tokens} held back (source: {self.source_tokens}, coverage {self.coverage:.0%}){probe}"
+            f"{self.held_back_tokens} held back (source: {self.source_tokens}, coverage {self.coverage:.0%}){notes}"
         )
         if self.verdict is not None and self.verdict.reasons:
             text = "\n  - ".join([f"{text}; the gate was not strict, in spite of this", *self.verdict.reasons])

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import TokenAlignment, align_tokens
-from .compat import input_device, read_into_cache
+from .compat import input_device, read_into_cache, unwrap
 from .errors import (
     AlignmentError,
     BatchMismatchError,
@@ -16,8 +16,10 @@ from .errors import (
 )
 from .geometry import KVGeometry
 from .mapper import KVMapper
+from .native_states import NativeStates, read_first_layers
+from .offloading import unchanged_offloading
 from .padding import pad_rows, positions_from_mask, unpad_rows
-from .pair import check_pair
+from .pair import check_pair, check_token_features
 from .rotary import Rotary
 from .source import SourceKV
 from .spans import character_spans, encode_with_spans
@@ -40,6 +42,8 @@ class Translation:
 
     Nothing about the context is computed when it is made, but the target has read the context's first tokens: they
     serve every later query as attention sinks, their keys and values are outliers that no linear map renders well.
+    With a mapper that has native layers, the first call of `layer` lets the target's first layers read the context.
+    Their keys and values, and the hidden states that the other maps read, are held as long as the translation is.
 
     Args:
         source_kv (`SourceKV`):
@@ -117,7 +121,8 @@ class Translation:
         self._first_token = self.length - self.attention_mask.sum(-1)
         self.num_sinks = min(sink_tokens, self.length - int(self._first_token.max())) if self.length else 0
         self._sinks = self._read_sinks()
-        self._token_features: torch.Tensor | None = None
+        self._native: NativeStates | None = None
+        self._embeddings: torch.Tensor | None = None
         self.layer_seconds: dict[int, float] = {}
 
         self.held_back_tokens = sum(ends) - self.length * self.batch_size
@@ -134,9 +139,14 @@ class Translation:
         return input_device(self.target), self.target.dtype
 
     def with_mapper(self, mapper: KVMapper) -> "Translation":
-        """The same request through another mapper of the same geometry; alignment and native tokens are shared."""
+        """
+        The same request through another mapper of the same geometry; alignment and native tokens are shared, and
+        native layers if it has as many of them.
+        """
         other = copy.copy(self)
-        other.mapper = mapper
+        other.mapper, other.layer_seconds = mapper, {}
+        if mapper.config.native_layers != self.mapper.config.native_layers:
+            other._native = None
         return other
 
     def __deepcopy__(self, memo) -> "Translation":
@@ -162,6 +172,20 @@ class Translation:
             `[batch, heads, stop - start, head_dim]`.
         """
         began = time.perf_counter()
+        native_layers = self.mapper.config.native_layers
+        if native_layers is not None and layer_idx <= native_layers and start < stop:
+            native: Any = self._read_native_layers(native_layers).keys_and_values[layer_idx]
+            # Copies: a layer of the cache is not to keep the whole context, nor to write into what others are given.
+            keys, values = (states[:, :, start:stop].to(device, dtype, copy=True) for states in native)
+        else:
+            keys, values = self._translate(layer_idx, start, stop, device, dtype)
+        self.layer_seconds[layer_idx] = self.layer_seconds.get(layer_idx, 0.0) + time.perf_counter() - began
+        return keys, values
+
+    def _translate(
+        self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`Translation.layer`], for a layer that has a map: mapped tokens, and the sinks among them."""
         layer = self.geometry.layers[layer_idx]
         heads, tokens = layer.num_key_value_heads, stop - start
         keys = torch.empty(self.batch_size, heads, tokens, layer.key_head_dim, device=device, dtype=dtype)
@@ -177,7 +201,6 @@ class Translation:
             if begin < end:
                 for states, sinks in zip((keys, values), self._sinks[layer_idx], strict=True):
                     states[row, :, begin - start : end - start] = sinks[row, :, begin - first : end - first]
-        self.layer_seconds[layer_idx] = self.layer_seconds.get(layer_idx, 0.0) + time.perf_counter() - began
         return keys, values
 
     def prefill(self) -> DynamicCache:
@@ -185,13 +208,14 @@ class Translation:
         cache = DynamicCache(config=self.target.config)
         cache.activate_past_recording()
         padded = not self.attention_mask.all()
-        read_into_cache(
-            self.target,
-            cache,
-            self.input_ids,
-            attention_mask=self.attention_mask if padded else None,
-            position_ids=self.position_ids,
-        )
+        with unchanged_offloading(unwrap(self.target)):  # it may be in the middle of a forward pass
+            read_into_cache(
+                self.target,
+                cache,
+                self.input_ids,
+                attention_mask=self.attention_mask if padded else None,
+                position_ids=self.position_ids,
+            )
         return cache
 
     def _align(
@@ -244,11 +268,28 @@ class Translation:
         features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
         token_features = None
         if self.mapper.config.token_features:
-            if self._token_features is None:
-                embeddings = self.target.get_input_embeddings()
-                self._token_features = embeddings(self.input_ids.to(input_device(self.target)))
-            token_features = self._token_features[:, start:stop].to(device, dtype)
+            token_features = self._read_token_features()[:, start:stop].to(device, dtype)
         return layer_map(features, token_features, index)
+
+    def _read_token_features(self) -> torch.Tensor:
+        """What the target itself knows of each token: what its native layers make of it, or else its embedding."""
+        native_layers = self.mapper.config.native_layers
+        if native_layers is not None:
+            return self._read_native_layers(native_layers).hidden_states
+        if self._embeddings is None:
+            embeddings = self.target.get_input_embeddings()
+            self._embeddings = embeddings(self.input_ids.to(input_device(self.target)))
+        return self._embeddings
+
+    def _read_native_layers(self, num_layers: int) -> NativeStates:
+        """Let the target's first layers read the context, once."""
+        if self._native is None:
+            self._native = read_first_layers(
+                self.target, self.input_ids, self.attention_mask, self.position_ids, num_layers=num_layers
+            )
+        # Here and not where it is read: before the first layer is used, the target can still read the context itself.
+        check_token_features(self.mapper, self.target, self._native.hidden_states.shape[-1])
+        return self._native
 
     def _read_sinks(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""

@@ -2,20 +2,27 @@
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from hf_kvtransfer import (
     AlignmentError,
+    FidelityGate,
     KVGeometry,
     KVMapper,
     KVMapperConfig,
     PairMismatchError,
     SourceKV,
     TokenizerMismatchError,
+    TranslatedCache,
 )
+from hf_kvtransfer.compat import cache_argument
+from hf_kvtransfer.fidelity.tail_reading import read_tail
+from hf_kvtransfer.native_states import read_first_layers
 from hf_kvtransfer.rotary import Rotary
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.translation import Translation
 
-from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
+from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache, with_native_layers
 
 
 TEXTS = [
@@ -32,12 +39,19 @@ def pair():
 @pytest.fixture(scope="module")
 def mapper(pair, tokenizers):
     """A random mapper from Llama's 2 heads of 16 to Gemma's 2 of 24, with token features."""
+    return random_mapper(pair, tokenizers, native_layers=None)
+
+
+def random_mapper(pair, tokenizers, native_layers):
+    """As `mapper`, whose first layers are left to the target, up to `native_layers`."""
     source, target = pair
     sides = [
         {"name": name, "geometry": KVGeometry.from_model(m).to_dict(), "tokenizer": tokenizer_fingerprint(tokenizer)}
         for name, m, tokenizer in (("a", source, tokenizers["bpe"]), ("b", target, tokenizers["unigram"]))
     ]
     layers = [{"kind": "linear", "source_layers": chosen} for chosen in ([0], [3, 1], [1, 2, 3], [2])]
+    if native_layers is not None:
+        layers[: native_layers + 1] = [{"kind": "native"}] * (native_layers + 1)
     config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=64, sink_tokens=3)
     mapper = KVMapper(config).eval()
     torch.manual_seed(2)
@@ -47,17 +61,26 @@ def mapper(pair, tokenizers):
 
 
 @torch.no_grad()
-def written_out(source_kv, mapper, target, row, target_ids, index, layer_idx):
+def written_out(source_kv, mapper, target, row, target_ids, index, layer_idx, token_features=None):
     """Keys and values of one row and layer, all features concatenated, one token stream without padding."""
+    if token_features is None:
+        token_features = target.get_input_embeddings()(target_ids)
     spec = mapper.config.layers[layer_idx]
     real = source_kv.attention_mask[row].bool()
     features = [source_kv.features[i][row, real][index] for i in spec["source_layers"]]
-    x = torch.cat([*features, target.get_input_embeddings()(target_ids)], dim=-1)
+    x = torch.cat([*features, token_features], dim=-1)
     layer_map = mapper.layers[layer_idx]
     y = x @ layer_map.weight.T + layer_map.bias
     keys, values = (half.view(len(index), 2, 24).transpose(0, 1)[None] for half in y.split(48, dim=-1))
     positions = torch.arange(len(index))[None]
     return Rotary.from_model(target).at(positions).apply(keys, layer_idx), values
+
+
+def spoken_for(source_spans, spans):
+    """Which source token speaks for each target token."""
+    return torch.tensor(
+        [max((i for i, (start, _) in enumerate(source_spans) if start < end), default=0) for _, end in spans]
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -73,10 +96,7 @@ def test_equals_the_map_written_out(pair, mapper, tokenizers, batch):
         encoding = tokenizers["unigram"](text, return_offsets_mapping=True)
         ids, spans = torch.tensor(encoding["input_ids"])[:-1], encoding["offset_mapping"][:-1]
         assert torch.equal(cache.input_ids[row, cache.attention_mask[row].bool()], ids)
-        source_spans = source_kv.row_spans(row)
-        index = torch.tensor(
-            [max((i for i, (start, _) in enumerate(source_spans) if start < end), default=0) for _, end in spans]
-        )
+        index = spoken_for(source_kv.row_spans(row), spans)
         for layer_idx, layer in enumerate(cache.layers):
             keys, values = written_out(source_kv, mapper, target, row, ids, index, layer_idx)
             held = min(layer.keys.shape[2], len(ids) - 3)  # a window may not reach back to the sinks
@@ -186,3 +206,182 @@ def test_hidden_sizes_are_checked(pair):
     mapper.config.token_features = 32
     with pytest.raises(PairMismatchError, match="token embeddings of width 32, those of the target .* are 64 wide"):
         ungated_cache(SourceKV.prefill(llama, None, random_ids(llama, 1, 9)), mapper, llama)
+
+
+def test_hidden_sizes_of_native_layers_are_checked_before_a_layer_is_used():
+    model = tiny_model("llama")
+    ids = random_ids(model, 1, 30)
+    mapper = with_native_layers(identity_mapper(model), 1, token_features=32)
+    source_kv = SourceKV.prefill(model, None, ids)
+    cache = TranslatedCache(source_kv, mapper, model, gate=FidelityGate(strict=False))
+    native = model.generate(ids, max_new_tokens=5, do_sample=False)
+    output = model.generate(ids, max_new_tokens=5, do_sample=False, **{cache_argument(model): cache})
+    assert torch.equal(output, native)
+    assert "reads hidden states of layer 1 of width 32, those of the target" in str(cache.report)
+    translation = Translation(source_kv, mapper, model)
+    with pytest.raises(PairMismatchError, match="of width 32, those of the target .* are 64 wide"):
+        translation.layer(3, 0, 9, torch.device("cpu"), torch.float32)
+
+
+def test_hidden_states_may_be_wider_than_embeddings():
+    """OPT-350m projects its embeddings, of 512 numbers, to hidden states of 1024."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=100,
+        hidden_size=64,
+        word_embed_proj_dim=32,
+        ffn_dim=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        do_layer_norm_before=False,
+    )
+    model = OPTForCausalLM(config).eval()
+    ids = random_ids(model, 1, 30)
+    translation = Translation(SourceKV.prefill(model, None, ids), native_identity(model, 1), model)
+    native = translation.prefill()
+    for i in range(3):
+        states = translation.layer(i, 0, translation.length, torch.device("cpu"), torch.float32)
+        torch.testing.assert_close(states[1], native.layers[i].values, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def attention_input(target, input_ids, layer_idx):
+    """What a layer's attention is called with when the target reads all of a row."""
+    heard = []
+    hook = target.model.layers[layer_idx].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: heard.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    target(input_ids)
+    hook.remove()
+    return heard[0]
+
+
+def native_identity(model, native_layers):
+    """The exact mapper of a model to itself, with a share of the layers left to the target."""
+    return with_native_layers(identity_mapper(model), native_layers)
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """The numbers of layers that translations have let the target run, one for each time."""
+    runs = []
+
+    def counted(*args, num_layers, **kwargs):
+        runs.append(num_layers)
+        return read_first_layers(*args, num_layers=num_layers, **kwargs)
+
+    monkeypatch.setattr("hf_kvtransfer.translation.read_first_layers", counted)
+    return runs
+
+
+@pytest.mark.parametrize("native_layers", [0, 2])
+def test_native_layers_are_exact_and_the_others_read_their_hidden_states(pair, tokenizers, native_layers):
+    source, target = pair
+    mapper = random_mapper(pair, tokenizers, native_layers)
+    source_kv = SourceKV.prefill(source, tokenizers["bpe"], TEXTS)
+    translation = Translation(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], sink_tokens=3)
+    native = translation.prefill()
+    placement = torch.device("cpu"), torch.float32
+    for row, text in enumerate(TEXTS):
+        real = translation.attention_mask[row].bool()
+        encoding = tokenizers["unigram"](text, return_offsets_mapping=True)
+        ids, index = translation.input_ids[row, real], spoken_for(source_kv.row_spans(row), encoding["offset_mapping"])
+        hidden_states = attention_input(target, ids[None], native_layers)[0]
+        for layer_idx in range(4):
+            states = translation.layer(layer_idx, 0, translation.length, *placement)
+            if layer_idx <= native_layers:
+                first, expected = 0, [native.layers[layer_idx].keys, native.layers[layer_idx].values]
+                expected = [other[row : row + 1, :, real] for other in expected]
+            else:
+                first = 3  # sinks
+                expected = written_out(
+                    source_kv, mapper, target, row, ids, index[: len(ids)], layer_idx, hidden_states
+                )
+            for own, other in zip(states, expected, strict=True):
+                torch.testing.assert_close(own[row, :, real][:, first:], other[0, :, first:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("native_layers", [0, 1, 3])
+def test_generating_with_native_layers(family, native_layers, readings):
+    model = tiny_model(family)
+    prompts = random_ids(model, 2, 60)
+    mask = torch.ones_like(prompts)
+    mask[1, :25] = 0
+    inputs = {"input_ids": prompts * mask, "attention_mask": mask}
+    source_kv = SourceKV.prefill(model, None, inputs["input_ids"][:, :50], attention_mask=mask[:, :50])
+    cache = ungated_cache(source_kv, native_identity(model, native_layers), model, **inputs)
+    assert cache.report.native_layers == native_layers
+    assert f"; layers 0 to {native_layers} are the target's own" in str(cache.report)
+    assert not readings
+    native = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    output = model.generate(**cache.prepare(inputs), max_new_tokens=8, do_sample=False)
+    assert torch.equal(output, native)
+    assert cache.report.outcome == "translated"
+    assert readings == [native_layers]
+    assert sorted(cache.report.layer_seconds) == [0, 1, 2, 3]
+
+
+def test_ranges_of_native_layers_are_copies():
+    model = tiny_model("gemma3")
+    ids = random_ids(model, 1, 50)
+    translation = Translation(SourceKV.prefill(model, None, ids), native_identity(model, 1), model)
+    native = translation.prefill().layers[1]
+    placement = torch.device("cpu"), torch.float32
+    keys, values = translation.layer(1, 5, 40, *placement)
+    torch.testing.assert_close(keys, native.keys[:, :, 5:40])
+    torch.testing.assert_close(values, native.values[:, :, 5:40])
+    keys.zero_()
+    assert translation.layer(1, 5, 40, *placement)[0].count_nonzero()
+    assert translation.layer(1, 7, 7, *placement)[0].shape == (1, 2, 0, 24)
+    assert translation.layer(0, 7, 9, torch.device("cpu"), torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+def test_another_mapper_shares_what_is_the_targets(readings):
+    model = tiny_model("llama")
+    translation = Translation(
+        SourceKV.prefill(model, None, random_ids(model, 1, 30)), native_identity(model, 1), model
+    )
+    placement = torch.device("cpu"), torch.float32
+    expected = translation.layer(3, 0, translation.length, *placement)[0]
+    same, other = (translation.with_mapper(native_identity(model, native_layers)) for native_layers in (1, 2))
+    without = translation.with_mapper(identity_mapper(model))
+    for another in (same, other, without):
+        assert not another.layer_seconds
+        torch.testing.assert_close(another.layer(3, 0, translation.length, *placement)[0], expected)
+        torch.testing.assert_close(another.layer(1, 0, 20, *placement), translation.layer(1, 0, 20, *placement))
+    assert readings == [1, 2]
+    assert sorted(translation.layer_seconds) == [1, 3]
+
+
+def test_the_tail_is_read_on_top_of_native_layers(readings):
+    model = tiny_model("gemma3")
+    translation = Translation(
+        SourceKV.prefill(model, None, random_ids(model, 2, 70)), native_identity(model, 1), model
+    )
+    (reading, _), cache = read_tail(translation, 16)
+    native = translation.prefill()
+    for layer, own in zip(cache.layers, native.layers, strict=True):
+        held = layer.keys.shape[2]
+        torch.testing.assert_close(layer.keys, own.keys[:, :, -held:], rtol=1e-4, atol=1e-4)
+    assert max(error for row in reading.state_errors for error in row) < -15
+    assert readings == [1]
+
+
+def test_native_layers_that_fail_are_recomputed(monkeypatch):
+    model = tiny_model("llama")
+    ids = random_ids(model, 1, 30)
+    cache = TranslatedCache(
+        SourceKV.prefill(model, None, ids), native_identity(model, 1), model, gate=FidelityGate(strict=False)
+    )
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("hf_kvtransfer.translation.read_first_layers", fail)
+    native = model.generate(ids, max_new_tokens=5, do_sample=False)
+    output = model.generate(ids, max_new_tokens=5, do_sample=False, **{cache_argument(model): cache})
+    assert torch.equal(output, native)
+    assert cache.report.outcome == "recomputed"
+    assert "out of memory" in str(cache.report)

@@ -121,6 +121,19 @@ def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
     return mapper.eval()
 
 
+def with_native_layers(mapper: KVMapper, native_layers: int, token_features: int = 64) -> KVMapper:
+    """The same linear maps behind the target's own first layers, of whose hidden states they make nothing."""
+    config = copy.deepcopy(mapper.config)
+    config.layers[: native_layers + 1] = [{"kind": "native"}] * (native_layers + 1)
+    config.token_features = token_features
+    other = KVMapper(config).eval()
+    with torch.no_grad():
+        for i in other.config.mapped_layers:
+            other.layers[i].weight[:, :-token_features] = mapper.layers[i].weight
+            other.layers[i].bias.copy_(mapper.layers[i].bias)
+    return other
+
+
 def random_ids(model: PreTrainedModel, *shape: int, seed: int = 0) -> torch.Tensor:
     """Token ids without special tokens."""
     return torch.randint(3, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))

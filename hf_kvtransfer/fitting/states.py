@@ -1,6 +1,7 @@
 """Calibration text read by both models: rows of features and of what they should become."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..alignment import align_tokens
 from ..compat import input_device
 from ..errors import CalibrationError
+from ..native_states import AttentionInput
 from ..padding import pad_rows
 from ..source import SourceKV
 from ..spans import encode_with_spans
@@ -23,7 +25,8 @@ class PairedStates:
     """
     Reads text with both models and lines up their states, token by token.
 
-    Blocks of rows are named `("source", layer_idx)`, `("target", layer_idx)` and `"tokens"`, the target's embeddings.
+    Blocks of rows are named `("source", layer_idx)`, `("target", layer_idx)` and `"tokens"`, what the target itself
+    knows of a token before its mapped layers: its embedding, or what native layers make of it.
 
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):
@@ -37,6 +40,11 @@ class PairedStates:
             First target tokens of each text that are left out.
         max_length (`int`):
             Target tokens to which texts are cut.
+        native_layers (`int`, *optional*):
+            `"tokens"` is the input of this target layer's attention. By default it is the target's embedding.
+
+    Raises:
+        `ValueError`: the target has no layer `native_layers` that caches keys and values.
     """
 
     def __init__(
@@ -48,10 +56,12 @@ class PairedStates:
         token_features: bool,
         sink_tokens: int,
         max_length: int,
+        native_layers: int | None = None,
     ):
         self.source, self.target = source, target
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self.token_features, self.sink_tokens, self.max_length = token_features, sink_tokens, max_length
+        self._attention_input = None if native_layers is None else AttentionInput(target, native_layers)
 
     def batches(self, texts: Iterable, batch_size: int, held_out_every: int) -> Iterator[tuple[bool, list]]:
         """
@@ -118,10 +128,12 @@ class PairedStates:
         if self.target_tokenizer is None:
             ids, mask = pad_rows(batch)
             source = SourceKV.prefill(self.source, None, ids, attention_mask=mask)
-            target = SourceKV.prefill(self.target, None, ids, attention_mask=mask)
+            with self._attention_input or nullcontext():
+                target = SourceKV.prefill(self.target, None, ids, attention_mask=mask)
         else:
             source = SourceKV.prefill(self.source, self.source_tokenizer, batch)
-            target = SourceKV.prefill(self.target, self.target_tokenizer, batch)
+            with self._attention_input or nullcontext():
+                target = SourceKV.prefill(self.target, self.target_tokenizer, batch)
         rows, source_columns, target_columns = [], [], []
         for number in range(len(batch)):
             first_source, first_target = (len(kv) - int(kv.attention_mask[number].sum()) for kv in (source, target))
@@ -148,7 +160,10 @@ class PairedStates:
                             f"with {batch[0][:60]!r}. Load both models in float32 or bfloat16."
                         )
                     blocks[side, layer_idx] = states
-        if self.token_features:
+        if self.token_features and self._attention_input is not None:
+            hidden_states = self._attention_input.hidden_states
+            blocks[TOKENS] = hidden_states[row.to(hidden_states.device), target_column.to(hidden_states.device)]
+        elif self.token_features:
             with torch.no_grad():
                 token_ids = target.input_ids[row, target_column].to(input_device(self.target))
                 blocks[TOKENS] = self.target.get_input_embeddings()(token_ids)
