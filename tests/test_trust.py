@@ -210,7 +210,7 @@ def test_a_truncated_file(source, target, folder, context, tmp_path):
 def test_one_nan(source, target, folder, context, tmp_path):
     def change(file):
         tensors = load_file(file)
-        tensors["layers.0.weight"][3, 5] = torch.nan
+        tensors["layers.1.weight"][3, 5] = torch.nan
         save_file(tensors, file, metadata={"format": "pt"})
 
     cache = TranslatedCache(read(source, context), damaged(folder, tmp_path, change), target)

@@ -43,16 +43,41 @@ def render_turns(
     """
     replies = [messages[turn]["content"].strip() for turn in turns]
     if not getattr(tokenizer, "chat_template", None):
-        return [(_plain(messages[:turn]), f" {reply}") for turn, reply in zip(turns, replies, strict=True)]
+        return [
+            (f"{_plain(messages[:turn])}Assistant:", f" {reply}") for turn, reply in zip(turns, replies, strict=True)
+        ]
+    # One form for all turns, so that each context begins with the one before it.
+    contexts = _in_accepted_form(tokenizer, [messages[:turn] for turn in turns], add_generation_prompt=True)
+    return list(zip(contexts, replies, strict=True))
+
+
+def render_dialogue(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+    """
+    A whole dialogue as a model with this tokenizer reads it, in the form that [`render_turns`] gives to its contexts.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            The model's tokenizer.
+        messages (`Sequence[dict[str, str]]`):
+            `role` and `content` of each message.
+
+    Raises:
+        `EvaluationDataError`: the chat template does not take the dialogue.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return _plain(messages)
+    return _in_accepted_form(tokenizer, [messages], add_generation_prompt=False)[0]
+
+
+def _in_accepted_form(
+    tokenizer: PreTrainedTokenizerBase, dialogues: Sequence[Sequence[Message]], add_generation_prompt: bool
+) -> list[str]:
     refusal = None
     for as_user, merged in (((), False), (("tool",), False), (("tool",), True), (("tool", "system"), True)):
         try:
-            # One form for all turns, so that each context begins with the one before it.
-            contexts = [_templated(tokenizer, _in_form(messages[:turn], as_user, merged)) for turn in turns]
+            return [_templated(tokenizer, _in_form(d, as_user, merged), add_generation_prompt) for d in dialogues]
         except (TemplateError, TypeError, ValueError) as error:
             refusal = refusal or error
-        else:
-            return list(zip(contexts, replies, strict=True))
     raise EvaluationDataError(
         f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__} does not take this dialogue: "
         f"{refusal}. Change the dialogue so that user and assistant alternate, beginning with the user."
@@ -60,11 +85,11 @@ def render_turns(
 
 
 def _plain(messages: Sequence[Message]) -> str:
-    return "".join(f"{m['role'].capitalize()}: {m['content'].strip()}\n\n" for m in messages) + "Assistant:"
+    return "".join(f"{m['role'].capitalize()}: {m['content'].strip()}\n\n" for m in messages)
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> str:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool) -> str:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
     for message in messages:
         # Of a reply, templates drop the reasoning on purpose.
         if message["role"] != "assistant" and message["content"].strip() not in text:

@@ -28,15 +28,16 @@ STALENESS = 0.5
 
 def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Iterator[tuple[str, Translation]]:
     """
-    Plant corruptions in a translation. The tokens that the target has read itself, and the text, stay right.
+    Plant corruptions in a translation. The tokens that the target has read itself, the layers that it computes itself
+    (native ones) and the text stay right.
 
     - `other_document`: the states of another document stand behind this one's tokens.
     - `other_beginning`: the same, but the tokens that a probe may read have their own states.
     - `shuffled_tokens`: the source's tokens are in another order.
-    - `noisy_layer`: to one target layer's states noise of their own size is added.
-    - `swapped_layers`: two target layers of the same shape have each other's maps.
-    - `stale_mapper`: all layers' keys and values are off by half their size, by a fixed linear function of themselves,
-      as after an update of a model's weights.
+    - `noisy_layer`: to one mapped layer's states noise of their own size is added.
+    - `swapped_layers`: two mapped layers of the same shape have each other's maps.
+    - `stale_mapper`: all mapped layers' keys and values are off by half their size, by a fixed linear function of
+      themselves, as after an update of a model's weights.
     - `wrong_positions`: the two halves of the context stand at each other's positions.
 
     Args:
@@ -49,9 +50,13 @@ def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Ite
 
     Yields:
         `tuple[str, Translation]`: Name of the corruption, one of [`CORRUPTIONS`], and the corrupted translation.
-        `swapped_layers` is left out where no two layers of the target have the same shape.
+        `swapped_layers` is left out where no two mapped layers have the same shape, and all of them where the target
+        computes every layer itself: nothing of it can be wrong.
     """
     source_kv, mapper = translation.source_kv, translation.mapper
+    mapped = mapper.config.mapped_layers
+    if not mapped:
+        return
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.arange(len(source_kv)) % len(other)
     yield "other_document", _with_states(translation, other, tokens)
@@ -60,9 +65,7 @@ def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Ite
     yield "shuffled_tokens", _with_states(translation, source_kv, torch.randperm(len(source_kv), generator=generator))
 
     maps, layers = list(mapper.layers), translation.geometry.layers
-    caching = [i for i, layer in enumerate(layers) if layer is not None]
-
-    noisy = caching[int(torch.randint(len(caching), (), generator=generator))]
+    noisy = mapped[int(torch.randint(len(mapped), (), generator=generator))]
 
     def add_noise(states: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(seed)).to(states)
@@ -70,7 +73,7 @@ def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Ite
 
     yield "noisy_layer", _with_maps(translation, {noisy: _Off(maps[noisy], layers[noisy].widths, [add_noise] * 2)})
 
-    pairs = [(i, j) for i in caching for j in caching if i < j and layers[i].widths == layers[j].widths]
+    pairs = [(i, j) for i in mapped for j in mapped if i < j and layers[i].widths == layers[j].widths]
     if pairs:
         first, second = pairs[int(torch.randint(len(pairs), (), generator=generator))]
         yield "swapped_layers", _with_maps(translation, {first: maps[second], second: maps[first]})
@@ -79,7 +82,7 @@ def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Ite
         matrix = STALENESS / width**0.5 * torch.randn(width, width, generator=generator)
         return lambda states: states + states @ matrix.to(states)
 
-    stale = {i: _Off(maps[i], layers[i].widths, [add_linear(width) for width in layers[i].widths]) for i in caching}
+    stale = {i: _Off(maps[i], layers[i].widths, [add_linear(width) for width in layers[i].widths]) for i in mapped}
     yield "stale_mapper", _with_maps(translation, stale)
 
     moved = copy.copy(translation)

@@ -180,6 +180,7 @@ def evaluate_mapper(
         mapper={
             "name": public_name(mapper) if mapper.config._name_or_path else mapper.name,
             "digest": mapper.digest(),
+            "native_layers": mapper.config.native_layers,
         },
         **about | {"data": _with_skipped(opened.sources, work.records)},
         results=[PassageResult.from_dict(row) for record in work.records for row in record["results"]],

@@ -64,7 +64,8 @@ class FidelityGate:
         max_control (`float`, *optional*, defaults to 0.5):
             Gap recovered by a translation of another document, and by a random map, as a share of the mapper's own.
             Another document of the same kind helps with style and topic, too; one that helps more shows that the
-            measure hardly looks at the content. Each must also lie wholly below the mapper's own interval.
+            measure hardly looks at the content. A random map keeps what native layers and the target's first tokens
+            are worth by themselves. Each must also lie wholly below the mapper's own interval.
         min_positions (`int`, *optional*, defaults to 384):
             Scored positions: the standard error of an agreement of one half is then 2.5 percentage points.
         allow_unverified (`bool`, *optional*, defaults to `False`):
@@ -211,7 +212,7 @@ class FidelityGate:
                 f"the next token is the native one in {arms['translated']['agreement']:.2f} of the positions, at "
                 f"least {self.min_agreement} is asked for"
             )
-        for name in ("other_document", "random_map"):
+        for name, looks_at in (("other_document", "the content"), ("random_map", "the maps")):
             control = arms.get(name, {}).get("gap_recovered")
             if overall is None:
                 continue
@@ -220,7 +221,7 @@ class FidelityGate:
             elif control["value"] > self.max_control * overall["value"] or control["high"] >= overall["low"]:
                 reasons.append(
                     f"the control {name!r} recovers {control['value']:.2f} of the gap, too close to the mapper's own "
-                    f"{overall['value']:.2f}: what was measured does not depend on the content"
+                    f"{overall['value']:.2f}: what was measured does not depend on {looks_at}"
                 )
         return reasons
 

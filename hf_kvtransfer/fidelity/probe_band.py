@@ -110,7 +110,8 @@ class Band:
         errors = _errors(reading, tokens)
         if len(errors) != len(self.error_means):
             return math.inf
-        return max((e - m) / s for e, m, s in zip(errors, self.error_means, self.error_spreads, strict=True))
+        deviations = ((e - m) / s for e, m, s in zip(errors, self.error_means, self.error_spreads, strict=True))
+        return max(deviations, default=0.0)  # there are none where the target makes all layers itself
 
     def max_loss(self, reading: TailReading, tokens: int, rate: float) -> float:
         """The loss that a right translation exceeds at most at this rate."""

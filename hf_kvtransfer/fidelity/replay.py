@@ -17,7 +17,7 @@ from ..pair import check_pair
 from ..source import SourceKV
 from ..spans import encode_with_spans
 from ..translation import Translation
-from .altered_maps import Unchanged, altered, with_maps
+from .altered_maps import random_map, raw_source
 from .data import Passage
 from .results import ARMS, ArmScore
 from .scoring import compare, read_continuations
@@ -44,6 +44,9 @@ class Replay:
     - `no_context`: the tokens only that the target reads itself in every translation (attention sinks), at least one.
     - `raw_source`: the source's states as they are, under the target's rotary embedding.
     - `random_map`: the mapper with each output's weights in random order.
+
+    Layers that a mapper leaves to the target (native ones) are the target's own in all of them: of this context, or in
+    `other_document` of the other one. What a control recovers thus includes what they recover by themselves.
 
     Args:
         mapper ([`KVMapper`]):
@@ -208,20 +211,8 @@ class Replay:
 
     @cached_property
     def _raw_source(self) -> KVMapper | None:
-        shapes = [
-            [layer and (layer.num_key_value_heads, layer.key_head_dim, layer.value_head_dim) for layer in side.layers]
-            for side in (self.mapper.source_geometry, self.mapper.target_geometry)
-        ]
-        if shapes[0] != shapes[1]:
-            return None
-        return with_maps(self.mapper, [Unchanged(i) for i in range(len(shapes[0]))])
+        return raw_source(self.mapper)
 
     @cached_property
     def _random_map(self) -> KVMapper:
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def shuffle(weight: torch.Tensor) -> torch.Tensor:
-            order = torch.rand(weight.shape, generator=generator).argsort(-1)
-            return weight.gather(-1, order.to(weight.device))
-
-        return with_maps(self.mapper, [altered(layer_map, shuffle) for layer_map in self.mapper.layers])
+        return random_map(self.mapper, self.seed)

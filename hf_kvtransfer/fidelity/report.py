@@ -32,7 +32,8 @@ class FidelityReport:
 
     Args:
         mapper (`dict`):
-            `name`, and the `digest` of its weights.
+            `name`, the `digest` of its weights, and `native_layers`, the last of the layers that it leaves to the
+            target, if there are any.
         source (`dict`), target (`dict`):
             For each model its `identity` (see [`ModelIdentity`]) and the `cache_policy` it was evaluated with.
         data (`list[dict]`):
@@ -202,6 +203,9 @@ class FidelityReport:
             for entry, entry_kind in entries.items():
                 if not isinstance(value, dict) or not isinstance(value.get(entry), entry_kind):
                     raise EvidenceError(f"`{name}` has no `{entry}` that is a {entry_kind.__name__}.")
+        native_layers = self.mapper.get("native_layers")
+        if native_layers is not None and type(native_layers) is not int:
+            raise EvidenceError(f"`mapper.native_layers` is {native_layers!r}, not the number of a layer.")
         problem = disagreement(self.figures, self.results) or probe_problem(self.probe)
         if problem:
             raise EvidenceError(f"{problem}.")

@@ -158,13 +158,25 @@ def _token_ids(capability: str, input_ids: Any) -> TokenIds:
 def _dialogue(capability: str, messages: Any) -> Dialogue:
     if not isinstance(messages, list | tuple) or not messages:
         raise EvaluationDataError(f"`messages` must be a list of messages, got {messages!r:.80}.")
-    parsed = [_message(number, message) for number, message in enumerate(messages, start=1)]
+    parsed = [parse_message(number, message) for number, message in enumerate(messages, start=1)]
     if all(message["role"] != "assistant" for message in parsed):
         raise EvaluationDataError("the dialogue has no message of the assistant, so there is no reply to score.")
     return Dialogue(capability, parsed)
 
 
-def _message(number: int, message: Any) -> Message:
+def parse_message(number: int, message: Any) -> Message:
+    """
+    Check a message of a dialogue.
+
+    Args:
+        number (`int`):
+            Its place in the dialogue, from 1.
+        message (`Mapping`):
+            What a user's data holds.
+
+    Raises:
+        `EvaluationDataError`: it has no role or no content, or ones that cannot be used.
+    """
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise EvaluationDataError(f"message {number} must have a `role` and a `content`, got {message!r:.80}.")
     role, content = message["role"], message["content"]

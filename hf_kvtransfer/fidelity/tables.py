@@ -77,7 +77,7 @@ def tables(report: FidelityReport) -> list[Table]:
         curve if the evaluation has them.
     """
     figures = report.figures
-    found = [_arms_table(figures), _capabilities_table(figures["capabilities"])]
+    found = [_arms_table(figures, report.mapper.get("native_layers")), _capabilities_table(figures["capabilities"])]
     if figures["turns"]:
         found.append(_turns_table(figures))
     if figures["choices"]:
@@ -87,7 +87,7 @@ def tables(report: FidelityReport) -> list[Table]:
     return found
 
 
-def _arms_table(figures: dict[str, Any]) -> Table:
+def _arms_table(figures: dict[str, Any], native_layers: int | None) -> Table:
     rows = [
         [
             _ARM_NAMES[name],
@@ -107,6 +107,11 @@ def _arms_table(figures: dict[str, Any]) -> Table:
         "[95 % interval], left out where the context does not clearly help and on fewer than "
         f"{MIN_DOCUMENTS} documents."
     )
+    if native_layers is not None:
+        note += (
+            f" Layers 0 to {native_layers} are the target's own in every arm with a context, controls included (with "
+            "another document those of that document): their keys and values are exact, and no map's merit."
+        )
     if not figures["sufficient"]:
         note += (
             f" Only {figures['positions']:,} positions were scored, and at least {MIN_POSITIONS} are needed: this "

@@ -28,7 +28,7 @@ class TailReading:
             What the source lost on the same text, spread over the target's tokens. `None` if its losses are not known.
         state_errors (`list[list[float]]`):
             How far what the target caches of the tail is from what the mapper makes of the same tokens: for each of
-            [`PROBE_TOKENS`] that was read, for keys and values of each layer that caches, the logarithm of
+            [`PROBE_TOKENS`] that was read, for keys and values of each layer that is mapped, the logarithm of
             `|native - mapped|**2 / |native|**2` over the first so many tokens.
     """
 
@@ -95,9 +95,7 @@ def _state_errors(translation: Translation, cache: DynamicCache, start: int) -> 
     num_tokens = translation.length - start
     lengths = torch.tensor([length for length in PROBE_TOKENS if length <= num_tokens])
     columns = []
-    for layer_idx, geometry in enumerate(translation.geometry.layers):
-        if geometry is None:
-            continue
+    for layer_idx in translation.mapper.config.mapped_layers:
         held = cache.layers[layer_idx]
         native = [states[:, :, -num_tokens:] for states in (held.keys, held.values)]
         mapped = translation.layer(layer_idx, start, translation.length, native[0].device, native[0].dtype)
@@ -106,5 +104,5 @@ def _state_errors(translation: Translation, cache: DynamicCache, start: int) -> 
             # Squares, summed over heads and dimensions, then over the first so many tokens.
             error, size = (x.square().sum((1, 3)).cumsum(1).cpu()[:, lengths - 1] for x in (own - other, own))
             columns.append((error / size.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-12).log())
-    errors = torch.stack(columns, -1)
+    errors = torch.stack(columns, -1) if columns else torch.empty(translation.batch_size, len(lengths), 0)
     return torch.where(errors.isfinite(), errors, math.log(1e12)).tolist()

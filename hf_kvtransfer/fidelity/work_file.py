@@ -1,16 +1,11 @@
 """What an evaluation has finished so far, on disk, so that it can go on after an interruption."""
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Any
 
 from ..errors import EvaluationDataError
-from ..nested import leaves
-
-
-# Differences that an error message lists.
-_MAX_LISTED = 4
+from ..nested import describe_differences
 
 
 class WorkFile:
@@ -66,15 +61,8 @@ class WorkFile:
             ) from error
 
     def _check_same(self, found: dict[str, Any], header: dict[str, Any]) -> None:
-        there, now = leaves(found), leaves(header)
-        differ = [name for name in sorted(there.keys() | now.keys()) if there.get(name) != now.get(name)]
-        if differ:
-            listed = "; ".join(
-                f"{name} was {reprlib.repr(there.get(name))} and is {reprlib.repr(now.get(name))}"
-                for name in differ[:_MAX_LISTED]
-            )
-            more = f"; and {len(differ) - _MAX_LISTED} more" if len(differ) > _MAX_LISTED else ""
+        if differences := describe_differences(found, header):
             raise EvaluationDataError(
-                f"The work file {self.path} is of another evaluation: {listed}{more}. Go on with what it was begun "
+                f"The work file {self.path} is of another evaluation: {differences}. Go on with what it was begun "
                 "with, or delete it to start anew."
             )

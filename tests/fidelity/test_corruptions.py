@@ -8,7 +8,7 @@ from hf_kvtransfer.fidelity.corruptions import CORRUPTIONS, corruptions
 from hf_kvtransfer.fidelity.tail_reading import MAX_PROBE_TOKENS
 from hf_kvtransfer.translation import Translation
 
-from ..tiny_models import identity_mapper, random_ids, tiny_model
+from ..tiny_models import identity_mapper, random_ids, tiny_model, with_native_layers
 
 
 LENGTH, SINKS = 50, 4
@@ -162,3 +162,33 @@ def test_the_same_seed_gives_the_same_corruptions(translation, other, wrong):
         assert not any(map(any, changed(states(again[name]), states(wrong[name]))))
     for name in ("shuffled_tokens", "noisy_layer", "stale_mapper"):
         assert any(map(any, changed(states(another[name]), states(wrong[name]))))
+
+
+@pytest.fixture(scope="module", params=[None, 8])
+def behind_native_layers(model, request):
+    """A translation whose first two layers are the target's own; also one of quantised weights."""
+    mapper = with_native_layers(identity_mapper(model), 1)
+    mapper = mapper if request.param is None else mapper.quantize(request.param)
+    return Translation(SourceKV.prefill(model, None, random_ids(model, 1, LENGTH)), mapper, model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_native_layers_stay_right(behind_native_layers, other, seed):
+    right = states(behind_native_layers)
+    wrong = dict(corruptions(behind_native_layers, other, seed=seed))
+    assert tuple(wrong) == CORRUPTIONS
+    for name, corrupted in wrong.items():
+        native, mapped = (changed(*(found[part] for found in (states(corrupted), right))) for part in PARTS)
+        assert not any(map(any, native))
+        assert sum(map(any, mapped)) == (1 if name == "noisy_layer" else 2)
+
+
+PARTS = (slice(2), slice(2, None))
+
+
+@pytest.mark.parametrize(("native_layers", "left_out"), [(2, {"swapped_layers"}), (3, set(CORRUPTIONS))])
+def test_few_mapped_layers(model, other, native_layers, left_out):
+    mapper = with_native_layers(identity_mapper(model), native_layers)
+    translation = Translation(SourceKV.prefill(model, None, random_ids(model, 1, LENGTH)), mapper, model)
+    names = [name for name, _ in corruptions(translation, other)]
+    assert names == [name for name in CORRUPTIONS if name not in left_out]

@@ -21,8 +21,10 @@ from hf_kvtransfer import (
     KVMapperConfig,
     ModelIdentity,
     PairMismatchError,
+    RefusedError,
     SourceKV,
 )
+from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.fidelity.corruptions import CORRUPTIONS
 from hf_kvtransfer.fidelity.evaluate import evaluate_mapper
 from hf_kvtransfer.fidelity.replay import Replay
@@ -30,7 +32,7 @@ from hf_kvtransfer.fidelity.results import ARMS
 from hf_kvtransfer.fidelity.tail_reading import MAX_PROBE_TOKENS
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from ..tiny_models import identity_mapper, plant, random_ids, tiny_model
+from ..tiny_models import identity_mapper, plant, random_ids, tiny_model, ungated_cache, with_native_layers
 from ..tiny_tokenizers import SENTENCES
 from .written_out import log_probs, loss, planted_mapper
 
@@ -86,7 +88,7 @@ def test_the_figures_are_those_of_the_arms(pair, rows, report):
 
 def test_the_report_says_what_was_measured(pair, rows, report, tmp_path):
     mapper, source, target = pair
-    assert report.mapper == {"name": "tiny -> tiny", "digest": mapper.digest()}
+    assert report.mapper == {"name": "tiny -> tiny", "digest": mapper.digest(), "native_layers": None}
     for side, model in (("source", source), ("target", target)):
         found = ModelIdentity.from_dict(getattr(report, side)["identity"])
         assert ModelIdentity.from_model(model).differences(found) == []
@@ -419,3 +421,48 @@ def test_a_target_with_sliding_windows():
     assert arms["translated"]["loss"] == pytest.approx(arms["native"]["loss"], abs=1e-5)
     assert arms["translated"]["worst_layer"]["cosine"] == pytest.approx(1, abs=1e-5)
     assert report.target["cache_policy"]["sliding_window"] == [32]
+
+
+@pytest.fixture(scope="module")
+def behind_native_layers(pair, long_rows):
+    """A quantised mapper behind the target's first two layers, with its evidence."""
+    mapper, source, target = pair
+    mapper = with_native_layers(mapper, 1).quantize(8)
+    mapper.evidence = evaluate_mapper(mapper, source, target, long_rows, **LONG, corrupted_documents=2)
+    return mapper, source, target
+
+
+def test_native_layers_and_quantised_weights(behind_native_layers, tmp_path):
+    mapper, *_ = behind_native_layers
+    report = mapper.evidence
+    assert report.mapper == {"name": "tiny -> tiny", "digest": mapper.digest(), "native_layers": 1}
+    arms = report.figures["arms"]
+    assert set(arms) == set(ARMS)
+    # But for rounding to 8 bits, which the planted change of basis magnifies.
+    assert arms["translated"]["loss"] == pytest.approx(arms["native"]["loss"], abs=0.05)
+    assert arms["random_map"]["kl"] > 10 * arms["translated"]["kl"]
+    # Only layers that are mapped can be off.
+    assert {len(band["error_means"]) for band in report.probe["bands"].values()} == {4}
+    assert all(set(point["caught"]) == set(CORRUPTIONS) for point in report.probe["curve"])
+    mapper.save_pretrained(tmp_path)
+    loaded = KVMapper.from_pretrained(tmp_path)
+    assert as_json(loaded.evidence) == as_json(report)
+    assert loaded.digest() == report.mapper["digest"]
+
+
+def test_a_request_is_probed_behind_native_layers(behind_native_layers, long_rows):
+    mapper, source, target = behind_native_layers
+    context = torch.tensor([long_rows[0][:80]])
+    cache = ungated_cache(SourceKV.prefill(source, None, context), mapper, target)
+    report = cache.report
+    assert (report.outcome, report.native_layers) == ("translated", 1)
+    assert not any("another mapper" in reason for reason in report.verdict.reasons)
+    assert report.probe.passed
+    with torch.no_grad():
+        native = target(context).logits[0, -1]
+        found = target(context[:, -1:], **{cache_argument(target): cache}).logits[0, -1]
+    assert torch.cosine_similarity(found, native, dim=0) > 0.95
+    wrong = SourceKV.prefill(source, None, torch.tensor([long_rows[1][:80]]))
+    wrong.input_ids = context
+    with pytest.raises(RefusedError, match="does not stand for this context"):
+        ungated_cache(wrong, mapper, target)

@@ -115,3 +115,14 @@ def test_round_trip(band):
     del state["bands"]["8"]
     with pytest.raises(EvidenceError, match="Evaluate the mapper again"):
         ProbeBand.from_dict(state)
+
+
+def test_without_mapped_layers_the_loss_decides(generator):
+    def unmapped(loss=0.0):
+        return dataclasses.replace(reading(generator, loss=loss), state_errors=[[]] * len(PROBE_TOKENS))
+
+    band = ProbeBand.calibrate([unmapped() for _ in range(60)], {})
+    band = ProbeBand.from_dict(json.loads(json.dumps(band.to_dict(), allow_nan=False)))
+    right, wrong = (band.judge([unmapped(loss)], 32) for loss in (-0.5, 3.0))
+    assert right.passed and not wrong.passed
+    assert right.deviation == right.max_deviation == 0

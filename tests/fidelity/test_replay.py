@@ -25,7 +25,7 @@ from hf_kvtransfer.fidelity.results import ARMS
 from hf_kvtransfer.spans import encode_with_spans
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from ..tiny_models import FAMILIES, identity_mapper, plant, random_ids, tiny_model
+from ..tiny_models import FAMILIES, identity_mapper, plant, random_ids, tiny_model, with_native_layers
 from .written_out import attention, id_passage, log_probs, loss, planted_mapper
 
 
@@ -351,3 +351,41 @@ def test_overflowing_states_are_not_taken_for_a_figure(gemma):
     passage = id_passage(ids_of(gemma, 60), CONTEXT)
     with pytest.raises(EvaluationDataError, match="arm 'translated'.*float32 or bfloat16"):
         Replay(mapper, gemma, gemma).score(passage)
+
+
+@pytest.mark.parametrize("native_layers", [0, 2])
+def test_native_layers_are_the_target_s_own_in_all_arms(model, native_layers):
+    """As if the source had read them for the target: of this context, or of the other one."""
+    ids, donor = ids_of(model, CONTEXT + CONTINUATION), ids_of(model, 38, seed=1)
+    passage, context = id_passage(ids, CONTEXT), ids[:CONTEXT]
+    replay = Replay(with_native_layers(identity_mapper(model), native_layers), model, model)
+    scores = replay.score(passage, donor=donor_of(replay, donor))
+    assert tuple(scores) == ARMS
+    for arm in ("translated", "raw_source"):
+        assert_score(scores[arm], model, context, passage, context)
+    assert_score(scores["other_document"], model, donor[:-1] + context[-1:], passage, context)
+    # The input of the first mapped layer is right in the control, too; what its attention puts out is not.
+    cosine = scores["random_map"].cosine
+    assert cosine[: native_layers + 1] == pytest.approx([1] * (native_layers + 1), abs=1e-5)
+    assert cosine[native_layers + 1] < 0.99
+
+
+def test_raw_source_of_another_model_leaves_native_layers():
+    source, target = tiny_model("llama"), tiny_model("llama", seed=1)
+    mapper = with_native_layers(identity_mapper(source), 1)
+    scores = Replay(mapper, source, target).score(id_passage(ids_of(source, CONTEXT + CONTINUATION), CONTEXT))
+    assert scores["raw_source"].cosine[:2] == pytest.approx([1, 1], abs=1e-5)
+    assert scores["raw_source"].loss == pytest.approx(scores["translated"].loss, abs=TOLERANCE)
+    assert scores["raw_source"].kl > 0.1
+
+
+def test_the_random_map_of_quantised_weights_and_of_identities(gemma):
+    """Neither has a plain matrix to shuffle."""
+    plain = identity_mapper(gemma)
+    config = copy.deepcopy(plain.config)
+    config.layers = [{"kind": "identity", "source_layers": [i], "rank": 0} for i in range(4)]
+    passage = id_passage(ids_of(gemma, 60), CONTEXT)
+    for mapper in (plain.quantize(8), plain.quantize(4), KVMapper(config).eval()):
+        scores = Replay(mapper, gemma, gemma).score(passage)
+        assert scores["translated"].loss == pytest.approx(scores["native"].loss, abs=1e-2)
+        assert scores["random_map"].kl > 1

@@ -79,3 +79,10 @@ def test_markdown_of_awkward_cells():
         "",
         "A note.",
     ]
+
+
+def test_native_layers_are_named():
+    report = make_report(mapper={"name": "a", "digest": "b", "native_layers": 3})
+    assert "Layers 0 to 3 are the target's own in every arm" in report.to_markdown()
+    for mapper in ({"name": "a", "digest": "b", "native_layers": None}, {"name": "a", "digest": "b"}):
+        assert "the target's own in every arm" not in make_report(mapper=mapper).to_markdown()

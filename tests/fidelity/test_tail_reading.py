@@ -7,7 +7,7 @@ from hf_kvtransfer import SourceKV
 from hf_kvtransfer.fidelity.tail_reading import MAX_PROBE_TOKENS, PROBE_TOKENS, read_tail
 from hf_kvtransfer.translation import Translation
 
-from ..tiny_models import FAMILIES, identity_mapper, random_ids, tiny_model
+from ..tiny_models import FAMILIES, identity_mapper, random_ids, tiny_model, with_native_layers
 
 
 LENGTH = 80
@@ -73,3 +73,23 @@ def test_a_source_whose_losses_are_not_known(model):
     source_kv.token_losses = None
     (reading,), _ = read_tail(Translation(source_kv, identity_mapper(model), model), 8)
     assert reading.source_losses is None
+
+
+@pytest.mark.parametrize("native_layers", [1, 3])
+def test_layers_that_the_target_computes_itself_are_not_compared(model, native_layers):
+    """Their errors are rounding, of another size in another dtype."""
+    ids = random_ids(model, 2, LENGTH)
+    mapper = identity_mapper(model)
+    source_kv = SourceKV.prefill(model, None, random_ids(model, 2, LENGTH, seed=1))
+    source_kv.input_ids = ids
+    expected, _ = read_tail(Translation(source_kv, mapper, model), 16)
+    readings, _ = read_tail(Translation(source_kv, with_native_layers(mapper, native_layers), model), 16)
+    for reading, other in zip(readings, expected, strict=True):
+        assert [len(errors) for errors in reading.state_errors] == [2 * (3 - native_layers)] * 2
+        if native_layers == 3:
+            # All of it is what the target reads itself.
+            row = losses(model, ids)[readings.index(reading), -16:]
+            torch.testing.assert_close(torch.tensor(reading.losses), row, rtol=0, atol=1e-4)
+        else:
+            assert len(other.state_errors[0]) == 8
+            assert max(reading.state_errors[0]) > -1
