@@ -12,6 +12,7 @@ from hf_kvtransfer import FidelityGate, FidelityReport, KVMapper, cache, fit_map
 from hf_kvtransfer.fidelity.tables import tables
 
 from .tiny_models import tiny_model
+from .tiny_tokenizers import unigram
 
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -26,17 +27,20 @@ def blocks(language):
 def hub(tokenizers, tmp_path_factory):
     """Folders under the names that the README gives to models, mappers and data."""
     root = tmp_path_factory.mktemp("hub")
-    models = {"org/source": (tiny_model("llama"), "bpe"), "org/target": (tiny_model("gemma3", seed=1), "unigram")}
+    models = {
+        "org/source": (tiny_model("llama"), tokenizers["bpe"]),
+        "org/target": (tiny_model("gemma3", seed=1), unigram(CONTEXT)),  # it must know all characters
+    }
     for name, (model, tokenizer) in models.items():
         model.save_pretrained(root / name)
-        tokenizers[tokenizer].save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
     (root / "calibration.txt").write_text("\n\n".join(CONTEXT.split("\n\n") * 20), encoding="utf-8")
     mapper = fit_mapper(
         models["org/source"][0],
         models["org/target"][0],
         CONTEXT.split("\n\n") * 2,
-        source_tokenizer=tokenizers["bpe"],
-        target_tokenizer=tokenizers["unigram"],
+        source_tokenizer=models["org/source"][1],
+        target_tokenizer=models["org/target"][1],
         num_source_layers=1,
     )
     mapper.save_pretrained(root / "org/source--target")

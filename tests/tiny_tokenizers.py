@@ -37,7 +37,7 @@ def byte_level_bpe():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>")
 
 
-def unigram():
+def unigram(*more_texts):
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -45,7 +45,7 @@ def unigram():
     trainer = trainers.UnigramTrainer(
         vocab_size=200, special_tokens=["<unk>", "<bos>"], unk_token="<unk>", show_progress=False
     )
-    tokenizer.train_from_iterator(SENTENCES + TEXTS, trainer)
+    tokenizer.train_from_iterator([*SENTENCES, *TEXTS, *more_texts], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
 

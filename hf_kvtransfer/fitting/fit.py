@@ -1,68 +1,112 @@
 """`fit_mapper`: calibration text in, mapper out, in closed form."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..compat import public_name
-from ..errors import CalibrationError
 from ..geometry import KVGeometry
+from ..identity import ModelIdentity
 from ..mapper import KVMapper, KVMapperConfig
+from ..maps.storage import num_bytes
 from ..tokenizer_identity import tokenizer_fingerprint
-from .moments import Moments
-from .ridge import RIDGE_STRENGTHS, Gaussian, fit_ridge
-from .selection import LayerScreening
-from .states import TOKENS, PairedStates
+from .budget import Budget
+from .checkpoint import Checkpoint
+from .costs import MapPlan
+from .ridge import RIDGE_STRENGTHS
+from .round_trip import round_trips
+from .solve import LayerProblem, affine_part, solve_layer
+from .stages import LayerSums, Reading, check_enough_text, choose_layers, take_tokens
+from .states import PairedStates
 from .text import calibration_texts
+
+
+KINDS = ("linear", "head_matched", "low_rank", "identity", "residual_mlp")
+
+# If neither it nor a budget is given.
+NUM_SOURCE_LAYERS = 4
 
 
 def fit_mapper(
     source: PreTrainedModel,
     target: PreTrainedModel,
-    texts: str | Path | Iterable,
+    texts: str | Path | Mapping | Iterable | None = None,
     *,
     source_tokenizer: PreTrainedTokenizerBase | None = None,
     target_tokenizer: PreTrainedTokenizerBase | None = None,
-    num_source_layers: int = 4,
+    kind: str = "linear",
+    native_layers: int | None = 0,
+    num_source_layers: int | None = None,
+    budget: str | int | None = None,
+    storage_bits: int | None = None,
+    rank: int | None = None,
+    hidden_size: int | None = None,
     token_features: bool = True,
     sink_tokens: int = 4,
+    max_tokens: int | None = 200_000,
     max_length: int = 1024,
     batch_size: int = 8,
     held_out_every: int = 10,
     screening_tokens: int = 16384,
     ridge_strengths: Sequence[float] = RIDGE_STRENGTHS,
+    output_metrics: Mapping[int, torch.Tensor] | None = None,
     moment_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    checkpoint: str | Path | None = None,
 ) -> KVMapper:
     """
     Fit a mapper from one model's cache to another's by ridge regression on sums over calibration text.
 
     Both models read each text once (the first `screening_tokens` twice), and no logits are kept. Memory does not grow
     with the amount of text: it is the two models, one batch of their states, and for each target layer a matrix of
-    `(num_source_layers * source width + embedding width)**2` float64 numbers, shared between target layers where they
+    `(source layers * source width + token feature width)**2` float64 numbers, shared between target layers where they
     read the same source layers.
 
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):
             The two models.
-        texts (`str`, `Path` or `Iterable`):
-            A JSONL or text file, the name of a dataset, or an iterable of strings; of token ids if the two models
-            share a vocabulary and no tokenizer is given.
+        texts (`str`, `Path`, `Mapping` or `Iterable`, *optional*):
+            A JSONL or text file, the name of a dataset, an iterable of strings or dialogues, or a mixture of these
+            with the share of each, see [`calibration_texts`]; token ids if the two models share a vocabulary and no
+            tokenizer is given. By default FineWeb-Edu, streamed.
         source_tokenizer (`PreTrainedTokenizerBase`, *optional*),
         target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The models' tokenizers. One is enough if they share it.
-        num_source_layers (`int`, *optional*, defaults to 4):
-            Source layers that each target layer reads, chosen by held-out explained variance.
+        kind (`str`, *optional*, defaults to `"linear"`):
+            `"linear"`, `"head_matched"` (smaller where there are many KV heads), `"low_rank"`, `"identity"` (for
+            models that cache nearly the same), or `"residual_mlp"`, of which only the linear part is fitted here and
+            the rest adds nothing.
+        native_layers (`int`, *optional*, defaults to 0):
+            The target layer up to which the target computes its own keys and values: exactly, at the cost of running
+            that many layers on the whole context. What it makes of the tokens on the way are features for all other
+            layers. With `None` every layer is mapped, and the features are the target's embeddings.
+        num_source_layers (`int`, *optional*):
+            Source layers that each target layer reads, chosen by held-out explained variance; by default 4, and one
+            for kind `"identity"`.
+        budget (`str` or `int`, *optional*):
+            Instead of it what the mapper may take: `"45MB"` or a number of bytes, of the saved weights; or
+            `"20000tokens/s"`, as much as the target's device can multiply in that time. Source layers go where they
+            add most explained variance for what they cost.
+        storage_bits (`int`, *optional*):
+            8 or 4, to quantise the weights. By default they are of `dtype`.
+        rank (`int`, *optional*):
+            Of `"low_rank"` maps, by default a quarter of the target's width; of the correction of `"identity"` maps,
+            by default none.
+        hidden_size (`int`, *optional*):
+            Of the MLP of `"residual_mlp"` maps.
         token_features (`bool`, *optional*, defaults to `True`):
-            Whether the maps also read the target's embedding of the token.
+            Whether the maps also read what the target itself knows of a token. `"identity"` maps never do.
         sink_tokens (`int`, *optional*, defaults to 4):
             First tokens of each text that are left out: attention sinks are outliers, and the target reads its own.
+        max_tokens (`int`, *optional*, defaults to 200000):
+            Target tokens after which no more text is read. `None` reads all of it.
         max_length (`int`, *optional*, defaults to 1024):
             Target tokens to which each text is cut.
         batch_size (`int`, *optional*, defaults to 8):
@@ -73,133 +117,169 @@ def fit_mapper(
             Target tokens on which source layers are chosen.
         ridge_strengths (`Sequence[float]`, *optional*):
             Candidates, relative to the mean eigenvalue of the standardised features' covariance.
+        output_metrics (`Mapping[int, torch.Tensor]`, *optional*):
+            For target layers what an error costs, see [`LayerProblem`]: decides what maps of a rank give up.
         moment_dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
             Of the products of one batch; sums are float64 whatever this is.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`):
             Of the mapper's weights.
         seed (`int`, *optional*, defaults to 0):
-            Of the random projections that layers are chosen by.
+            Of the random projections that layers are chosen by, and of draws from a mixture.
+        checkpoint (`str` or `Path`, *optional*):
+            A folder in which sums are kept from time to time. The same call with the same texts goes on from them
+            after an interruption. They are deleted when the fit is done.
 
     Returns:
-        [`KVMapper`]: Its config's `fit` holds the settings, the amount of text, and for each layer the ridge strengths
-        and the held-out explained variance.
+        [`KVMapper`]: Its config's `fit` holds the settings, the amount of text, and for each layer the ridge
+        strengths, the held-out explained variance of keys and of values, and the bytes that it takes.
 
     Raises:
-        `CalibrationError`: too little text for the features asked for, states that are not finite, or texts of the
-            wrong kind.
+        `CalibrationError`: too little text for the features asked for, states that are not finite, texts of the wrong
+            kind or that a tokenizer cannot read, a budget below the smallest mapper, or a checkpoint of another fit.
+        `UnsupportedModelError`: a model has a layer that keeps no state for each token.
+        `ValueError`: an argument is impossible, or does not go with another.
     """
+    if kind not in KINDS:
+        raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}.")
+    if num_source_layers is not None and (budget is not None or kind == "identity"):
+        other = "`budget` decides" if budget is not None else "kind 'identity' reads one"
+        raise ValueError(f"`num_source_layers={num_source_layers}` cannot be chosen here: {other}. Leave it out.")
+    if num_source_layers is not None and num_source_layers < 1:
+        raise ValueError(f"`num_source_layers` must be at least 1, got {num_source_layers}.")
+    if storage_bits not in (None, 8, 4):
+        raise ValueError(f"`storage_bits` must be 8, 4 or None, got {storage_bits!r}.")
     source_tokenizer, target_tokenizer = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
     geometries = KVGeometry.from_model(source), KVGeometry.from_model(target)
-    source_layers, target_layers = (
-        [i for i, layer in enumerate(geometry.layers) if layer is not None] for geometry in geometries
+    reads_tokens = token_features and kind != "identity"
+    states = PairedStates(
+        source, target, source_tokenizer, target_tokenizer, reads_tokens, sink_tokens, max_length, native_layers
     )
-    widths = {i: geometries[1].layers[i].widths for i in target_layers}
-    reader = PairedStates(source, target, source_tokenizer, target_tokenizer, token_features, sink_tokens, max_length)
-    stream = iter(calibration_texts(texts))
-    first_texts: list = []
+    target_layers = {
+        i: layer
+        for i, layer in enumerate(geometries[1].layers)
+        if layer is not None and (native_layers is None or i > native_layers)
+    }
+    if not target_layers:
+        raise ValueError(f"`native_layers={native_layers}` leaves no layer of the target to map: take a prefill.")
+    plan = MapPlan(
+        kind,
+        *geometries,
+        _token_width(target, native_layers) if reads_tokens else 0,
+        rank,
+        hidden_size,
+        dtype,
+        None if storage_bits is None else {"bits": storage_bits, "group_size": 64},
+    )
+    limit = None if budget is None else Budget.parse(budget, target, plan)
+    settings = {
+        "kind": kind,
+        "native_layers": native_layers,
+        "num_source_layers": num_source_layers,
+        "budget": budget,
+        "storage_bits": storage_bits,
+        "rank": rank,
+        "hidden_size": hidden_size,
+        "token_features": plan.token_features,
+        "sink_tokens": sink_tokens,
+        "max_tokens": max_tokens,
+        "max_length": max_length,
+        "seed": seed,
+    }
+    keeping = None
+    if checkpoint is not None:
+        keeping = settings | {
+            "batch_size": batch_size,
+            "held_out_every": held_out_every,
+            "screening_tokens": screening_tokens,
+            "moment_dtype": str(moment_dtype),
+            "dtype": str(dtype),
+            "source": ModelIdentity.from_model(source, source_tokenizer).to_dict(),
+            "target": ModelIdentity.from_model(target, target_tokenizer).to_dict(),
+        }
+    kept = Checkpoint(None if checkpoint is None else Path(checkpoint), keeping or {})
+    reading = Reading(states, batch_size, held_out_every, kept)
 
-    if num_source_layers < len(source_layers):
-        first_texts = _take(reader, stream, screening_tokens)
-        screening = LayerScreening(source_layers, token_features, widths, seed)
-        batches = list(reader.batches(first_texts, batch_size, held_out_every))
-        for held_out, batch in logging.tqdm(batches, desc="Choosing source layers"):
-            screening.add(reader.read(batch), held_out)
-        _check_enough_text(1, *screening.counts, len(first_texts))
-        selection = screening.select(num_source_layers)
+    cut = (states.cut(text)[0] for text in calibration_texts(texts, target_tokenizer, seed))
+    sides = {"source": source_tokenizer, "target": target_tokenizer}
+    whole = cut if target_tokenizer is None else round_trips(cut, sides)
+    stream = take_tokens(states, whole, max_tokens)
+    first_texts: list = []
+    source_layers = [i for i, layer in enumerate(geometries[0].layers) if layer is not None]
+    wanted = NUM_SOURCE_LAYERS if num_source_layers is None else num_source_layers
+    if (found := kept.finished("selection")) is not None:
+        selection = {int(i): chosen for i, chosen in found.items()}
+    elif wanted < len(source_layers) or budget is not None or kind == "identity":
+        first_texts = list(take_tokens(states, stream, screening_tokens))
+        selection = choose_layers(reading, first_texts, plan, target_layers, wanted, limit, seed)
     else:
         selection = dict.fromkeys(target_layers, source_layers)
 
-    blocks = {i: [("source", j) for j in chosen] + [TOKENS] * token_features for i, chosen in selection.items()}
-    train, held_out_sums = (Moments(_pairs(blocks), moment_dtype) for _ in range(2))
-    num_texts = 0
+    sums = LayerSums(plan, selection, moment_dtype)
+    results = {"selection": {str(i): chosen for i, chosen in selection.items()}}
     with logging.tqdm(desc="Summing over calibration text", unit="text", total=_length(texts)) as progress:
-        for held_out, batch in reader.batches(itertools.chain(first_texts, stream), batch_size, held_out_every):
-            (held_out_sums if held_out else train).add(reader.read(batch))
-            num_texts += len(batch)
-            progress.update(len(batch))
-    num_features = max(train.width(names) for names in blocks.values()) if train.count else 1
-    _check_enough_text(num_features, train.count, held_out_sums.count, num_texts)
+        num_texts = reading.add("summing", itertools.chain(first_texts, stream), sums, results, progress)
+    num_features = max(plan.num_features(i, chosen) for i, chosen in selection.items()) if sums.train.count else 1
+    check_enough_text(num_features, sums.train.count, sums.held_out.count, num_texts)
 
-    num_layers = len(geometries[1].layers)
-    weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    reports: list[dict | None] = [None] * num_layers
-    for i, names in logging.tqdm(blocks.items(), desc="Solving layers"):
-        groups = [slice(0, widths[i][0]), slice(widths[i][0], sum(widths[i]))]
-        train_rows, held_out_rows = (_gaussian(moments, names, ("target", i)) for moments in (train, held_out_sums))
-        fit = fit_ridge(train_rows, held_out_rows, groups, ridge_strengths)
-        weight, bias = weights[i] = fit.weight.to(dtype), fit.bias.to(dtype)
-        reports[i] = {
-            "ridge_strengths": fit.strengths,
-            # Of the weights as they are saved, rounded.
-            "explained_variance": [
-                held_out_rows.explained_variance(weight[:, columns].double(), bias[columns].double(), columns)
-                for columns in groups
-            ],
-        }
+    specs: list[dict | None] = [None if layer is None else {"kind": "native"} for layer in geometries[1].layers]
+    reports: list[dict | None] = [
+        None if layer is None else {"explained_variance": [1.0, 1.0], "bytes": 0} for layer in geometries[1].layers
+    ]
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    for i, chosen in logging.tqdm(selection.items(), desc="Solving layers"):
+        problem = sums.problem(i, (output_metrics or {}).get(i))
+        solution = solve_layer(plan.spec(i, chosen), problem, ridge_strengths)
+        specs[i], tensors[i] = solution.spec, solution.tensors
+        reports[i] = {"ridge_strengths": solution.strengths}
     config = KVMapperConfig(
         source=_describe(source, geometries[0], source_tokenizer),
         target=_describe(target, geometries[1], target_tokenizer),
-        layers=[
-            {"kind": "linear", "source_layers": selection[i]} if i in weights else None for i in range(num_layers)
-        ],
-        token_features=target.get_input_embeddings().embedding_dim if token_features else 0,
+        layers=specs,
+        token_features=plan.token_features,
         sink_tokens=sink_tokens,
-        fit={
-            "num_texts": num_texts,
-            "train_tokens": train.count,
-            "held_out_tokens": held_out_sums.count,
-            "max_length": max_length,
-            "seed": seed,
-            "layers": reports,
-        },
     )
-    mapper = KVMapper(config).to(dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # an MLP starts somewhere
+        mapper = KVMapper(config).to(dtype)
     with torch.no_grad():
-        for i, (weight, bias) in weights.items():
-            mapper.layers[i].weight.copy_(weight.T)
-            mapper.layers[i].bias.copy_(bias)
+        for i, solved in tensors.items():
+            own = mapper.layers[i].state_dict()
+            for name, tensor in solved.items():
+                own[name].copy_(tensor)
+    if plan.storage is not None:
+        mapper = mapper.quantize(**plan.storage)
+    for i in selection:
+        reports[i] |= _worth(mapper.layers[i], sums.problem(i, None), plan.token_features)
+    mapper.config.fit = settings | {
+        "num_texts": num_texts,
+        "train_tokens": sums.train.count,
+        "held_out_tokens": sums.held_out.count,
+        "layers": reports,
+    }
+    kept.remove()
     return mapper.eval().requires_grad_(False)
 
 
-def _take(reader: PairedStates, stream: Iterator, num_tokens: int) -> list:
-    """The first texts of `stream`, as many as have `num_tokens` target tokens."""
-    taken: list = []
-    while num_tokens > 0 and (text := next(stream, None)) is not None:
-        taken.append(text)
-        num_tokens -= reader.cut(text)[1]
-    return taken
+def _token_width(target: PreTrainedModel, native_layers: int | None) -> int:
+    if native_layers is None:
+        return target.get_input_embeddings().embedding_dim
+    return target.config.get_text_config().hidden_size
 
 
 def _length(texts: Any) -> int | None:
     return len(texts) if isinstance(texts, Sequence) and not isinstance(texts, str) else None
 
 
-def _pairs(blocks: dict[int, list]) -> dict:
-    """Which products the solves need: features with features, and with their target layer."""
-    pairs: dict = {}
-    for i, names in blocks.items():
-        pairs |= dict.fromkeys(itertools.combinations_with_replacement(names, 2))
-        pairs |= dict.fromkeys((name, ("target", i)) for name in names)
-    return pairs
-
-
-def _check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:
-    if num_train < 2 * num_features or not num_held_out:
-        raise CalibrationError(
-            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out. For {num_features} "
-            f"features at least {2 * num_features} are needed, and some held out: give more text, or lower "
-            "`num_source_layers`."
-        )
-
-
-def _gaussian(moments: Moments, names: list, target: tuple) -> Gaussian:
-    return Gaussian(
-        moments.mean(names),
-        moments.mean([target]),
-        moments.covariance(names, names),
-        moments.covariance(names, [target]),
-        moments.variance([target]),
-    )
+def _worth(layer_map: nn.Module, problem: LayerProblem, token_features: int) -> dict[str, Any]:
+    """What a map explains of held-out keys and values, and what it takes: of its weights as they are saved."""
+    weight, bias = affine_part(layer_map, [sum(layer.widths) for layer in problem.source], token_features)
+    return {
+        "explained_variance": [
+            problem.held_out.explained_variance(weight[:, columns], bias[columns], columns)
+            for columns in problem.groups
+        ],
+        "bytes": num_bytes(layer_map),
+    }
 
 
 def _describe(model: PreTrainedModel, geometry: KVGeometry, tokenizer: PreTrainedTokenizerBase | None) -> dict:

@@ -1,6 +1,8 @@
 """First and second moments of named blocks of columns, accumulated batch by batch."""
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ class Moments:
 
     def __init__(self, pairs: Iterable[tuple[Hashable, Hashable]], dtype: torch.dtype = torch.float32):
         self.pairs = list(dict.fromkeys(pairs))
+        self.blocks = list(dict.fromkeys(itertools.chain.from_iterable(self.pairs)))
         self.dtype = dtype
         self.count = 0
         self._shift: dict[Hashable, torch.Tensor] = {}
@@ -29,20 +32,20 @@ class Moments:
         self._product: dict[tuple[Hashable, Hashable], torch.Tensor] = {}
 
     @torch.no_grad()
-    def add(self, rows: Mapping[Hashable, torch.Tensor]) -> None:
+    def add(self, rows: Mapping[Any, torch.Tensor]) -> None:
         """
         Args:
             rows (`Mapping[Hashable, torch.Tensor]`):
-                For each block `[rows, width]`, the same rows in every block.
+                For each block `[rows, width]`, the same rows in every block. Blocks in no pair are left alone.
         """
         shifted = {}
-        for name, block in rows.items():
-            block = block.to(self.dtype)
+        for name in self.blocks:
+            block = rows[name].to(self.dtype)
             if name not in self._shift:
                 self._shift[name] = block.mean(0)
                 self._sum[name] = torch.zeros(block.shape[1], dtype=torch.float64)
                 self._square[name] = torch.zeros(block.shape[1], dtype=torch.float64)
-            block = block - self._shift[name]
+            block = block - self._shift[name].to(block.device)
             self._sum[name] += block.sum(0, dtype=torch.float64).cpu()
             self._square[name] += block.square().sum(0, dtype=torch.float64).cpu()
             shifted[name] = block
@@ -51,8 +54,28 @@ class Moments:
             if pair in self._product:
                 self._product[pair] += product
             else:
-                self._product[pair] = product.double()
+                self._product[pair] = product.double().contiguous()
         self.count += len(next(iter(rows.values())))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that was summed, as named tensors: what [`Moments.load`] takes."""
+        tensors = {"count": torch.tensor(self.count)}
+        for number, name in enumerate(self.blocks if self.count else []):
+            tensors |= {f"shift.{number}": self._shift[name].cpu(), f"sum.{number}": self._sum[name]}
+            tensors[f"square.{number}"] = self._square[name]
+        for number, pair in enumerate(self.pairs if self.count else []):
+            tensors[f"product.{number}"] = self._product[pair]
+        return tensors
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from the [`Moments.state`] of sums over the same pairs."""
+        self.count = int(state["count"])
+        for number, name in enumerate(self.blocks if self.count else []):
+            self._shift[name], self._sum[name], self._square[name] = (
+                state[f"{what}.{number}"].clone() for what in ("shift", "sum", "square")
+            )
+        for number, pair in enumerate(self.pairs if self.count else []):
+            self._product[pair] = state[f"product.{number}"].clone()
 
     def width(self, blocks: Sequence[Hashable]) -> int:
         """Number of columns of the blocks."""

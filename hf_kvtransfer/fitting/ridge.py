@@ -30,6 +30,28 @@ class Gaussian:
     cov_xy: torch.Tensor
     var_y: torch.Tensor
 
+    def feature_scale(self) -> torch.Tensor:
+        """Standard deviation of the features; 1 for a constant one, which so gets no weight, and no error."""
+        scale = self.cov_xx.diagonal().clamp(min=0).sqrt()
+        return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+    def select(self, features: torch.Tensor, targets: torch.Tensor) -> "Gaussian":
+        """The same for some of the features and of the targets, by their columns."""
+        return Gaussian(
+            self.mean_x[features],
+            self.mean_y[targets],
+            self.cov_xx[features][:, features],
+            self.cov_xy[features][:, targets],
+            self.var_y[targets],
+        )
+
+    def less_features(self) -> "Gaussian":
+        """For targets as wide as the features: the same for the targets less the features."""
+        variance = self.var_y - 2 * self.cov_xy.diagonal() + self.cov_xx.diagonal()
+        return dataclasses.replace(
+            self, mean_y=self.mean_y - self.mean_x, cov_xy=self.cov_xy - self.cov_xx, var_y=variance.clamp(min=0)
+        )
+
     def explained_variance(self, weight: torch.Tensor, bias: torch.Tensor, columns: slice) -> float:
         """
         Share of the targets' variance that an affine map explains on these rows, over a range of columns.
@@ -87,8 +109,7 @@ def fit_ridge(
     Raises:
         `torch.linalg.LinAlgError`: no strength makes the features' covariance positive definite.
     """
-    scale = train.cov_xx.diagonal().clamp(min=0).sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a constant feature gets no weight, and no error
+    scale = train.feature_scale()
     correlation = train.cov_xx / scale / scale[:, None]
     best: list[tuple[float, float, torch.Tensor, torch.Tensor] | None] = [None] * len(groups)
     for strength in strengths:

@@ -1,33 +1,58 @@
 """Which source layers a target layer should read: a cheap pass over random projections."""
 
-from collections.abc import Hashable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 
+from ..geometry import KVGeometry, LayerGeometry
+from .columns import key_value_columns
+from .forward_selection import Correlations, ForwardSelection
 from .moments import Moments
-from .ridge import Gaussian, fit_ridge
+from .ridge import Gaussian
 from .states import TOKENS
 
 
-# One strength is enough to rank layers.
-SCREENING_STRENGTH = 1e-3
+# A head's projection is not narrower than this, however many heads share the width of a layer.
+LEAST_WIDTH = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """
+    A source layer that a target layer would read next.
+
+    Args:
+        source_layer (`int`):
+            The source layer.
+        gain (`float`):
+            Held-out explained variance that it adds: of the keys plus of the values.
+        cost (`float`):
+            What it costs beyond the layers before it.
+    """
+
+    source_layer: int
+    gain: float
+    cost: float
 
 
 class LayerScreening:
     """
-    Ranks source layers for each target layer by held-out explained variance, a layer at a time, each given the ones
-    already chosen and the token features.
+    Ranks source layers for each target layer by held-out explained variance, each given the ones before it and the
+    token features.
 
     Random projections of every layer's keys and values keep the sums small however wide and deep the models are: they
     preserve explained variance in expectation, and a ranking needs no more.
 
     Args:
-        source_layers (`Sequence[int]`):
-            Layers to choose from.
-        token_features (`bool`):
-            Whether every target layer reads the token features too.
-        target_layers (`Mapping[int, tuple[int, int]]`):
-            For each target layer the widths of its keys and of its values.
+        source ([`KVGeometry`]):
+            What the source caches.
+        target_layers (`Mapping[int, LayerGeometry]`):
+            The target layers to map.
+        token_features (`int`):
+            Width of the token features that every target layer reads too, 0 if it reads none.
+        by_head (`bool`, *optional*, defaults to `False`):
+            Whether each target head reads one head of a source layer, the best, instead of all of them.
         seed (`int`, *optional*, defaults to 0):
             Of the projections.
         width (`int`, *optional*, defaults to 96):
@@ -36,76 +61,157 @@ class LayerScreening:
 
     def __init__(
         self,
-        source_layers: Sequence[int],
-        token_features: bool,
-        target_layers: Mapping[int, tuple[int, int]],
+        source: KVGeometry,
+        target_layers: Mapping[int, LayerGeometry],
+        token_features: int,
+        by_head: bool = False,
         seed: int = 0,
         width: int = 96,
     ):
-        self.candidates: list[tuple[str, int]] = [("source", i) for i in source_layers]
-        self.always: list[Hashable] = [TOKENS] * token_features
-        self.target_layers = dict(target_layers)
-        self.width = width
         self._generator = torch.Generator().manual_seed(seed)
-        self._projections: dict[Hashable, torch.Tensor] = {}
-        self._columns: dict[Hashable, torch.Tensor] = {}
+        heads = _heads if by_head else _whole
+        self._x, self._y = _Projections(self._generator), _Projections(self._generator)
+        if token_features:
+            self._x.add(TOKENS, token_features, [torch.arange(token_features)], width)
+        self._source_layers = [i for i, layer in enumerate(source.layers) if layer is not None]
+        for i in self._source_layers:
+            layer = source.layers[i]
+            self._x.add(("source", i), sum(layer.widths), [torch.cat(parts) for parts in heads(layer)], width)
+        for i, layer in target_layers.items():
+            self._y.add(("target", i), sum(layer.widths), [part for parts in heads(layer) for part in parts], width)
         self._train, self._held_out = (Moments([("x", "x"), ("x", "y")]) for _ in range(2))
 
     def add(self, rows: Mapping[Hashable, torch.Tensor], held_out: bool) -> None:
         """Take in a batch of [`PairedStates.read`]."""
-        x = {name: self._project(name, rows[name], self.width) for name in (*self.candidates, *self.always)}
-        start = 0
-        for name, block in x.items():
-            self._columns[name] = torch.arange(start, start := start + block.shape[1])
-        y = [
-            self._project(("target", i, part), states, self.width // 2)
-            for i, widths in self.target_layers.items()
-            for part, states in enumerate(rows["target", i].split(widths, dim=1))
-        ]
-        (self._held_out if held_out else self._train).add({"x": torch.cat(list(x.values()), 1), "y": torch.cat(y, 1)})
+        (self._held_out if held_out else self._train).add({"x": self._x.project(rows), "y": self._y.project(rows)})
 
-    def _project(self, name: Hashable, rows: torch.Tensor, width: int) -> torch.Tensor:
-        if rows.shape[1] <= width:
-            return rows.float()
-        if name not in self._projections:
-            self._projections[name] = torch.randn(rows.shape[1], width, generator=self._generator) / width**0.5
-        return rows.float() @ self._projections[name].to(rows.device)
+    @property
+    def sums(self) -> dict[str, Moments]:
+        """Everything that was taken in, for a [`Checkpoint`]."""
+        return {"train": self._train, "held_out": self._held_out}
 
     @property
     def counts(self) -> tuple[int, int]:
         """Rows taken in to fit on, and held out."""
         return self._train.count, self._held_out.count
 
-    def select(self, num_layers: int) -> dict[int, list[int]]:
-        """
-        Args:
-            num_layers (`int`):
-                Source layers for each target layer.
-
-        Returns:
-            `dict[int, list[int]]`: For each target layer the chosen source layers, in the source's order.
-        """
-        moments = [
-            (m.mean(["x"]), m.mean(["y"]), m.covariance(["x"], ["x"]), m.covariance(["x"], ["y"]), m.variance(["y"]))
-            for m in (self._train, self._held_out)
-        ]
-        selection: dict[int, list[int]] = {}
-        start = 0
-        for i, widths in self.target_layers.items():
-            keys, values = (min(width, self.width // 2) for width in widths)
-            targets, start = slice(start, start + keys + values), start + keys + values
-            groups = [slice(0, keys), slice(keys, keys + values)]
-            chosen: list[tuple[str, int]] = []
-
-            def score(candidate: Hashable, chosen=chosen, targets=targets, groups=groups) -> float:
-                columns = torch.cat([self._columns[name] for name in (*self.always, *chosen, candidate)])
-                train, held_out = (
-                    Gaussian(mx[columns], my[targets], xx[columns][:, columns], xy[columns][:, targets], vy[targets])
-                    for mx, my, xx, xy, vy in moments
+    def correlations(self) -> Correlations:
+        """Of everything taken in so far, for [`LayerScreening.steps`]."""
+        return Correlations.of(
+            *(
+                Gaussian(
+                    sums.mean(["x"]),
+                    sums.mean(["y"]),
+                    sums.covariance(["x"], ["x"]),
+                    sums.covariance(["x"], ["y"]),
+                    sums.variance(["y"]),
                 )
-                return sum(fit_ridge(train, held_out, groups, [SCREENING_STRENGTH]).explained_variance)
+                for sums in (self._train, self._held_out)
+            )
+        )
 
-            for _ in range(num_layers):
-                chosen.append(max((name for name in self.candidates if name not in chosen), key=score))
-            selection[i] = sorted(layer_idx for _, layer_idx in chosen)
-        return selection
+    def steps(
+        self, correlations: Correlations, target_layer: int, cost: Callable[[Sequence[int]], float]
+    ) -> Iterator[Step]:
+        """
+        The source layers in the order in which a target layer should take them, each computed when it is asked for.
+
+        The first is one of the cheapest, so that the smallest mapper is the one made of first steps.
+
+        Args:
+            correlations ([`Correlations`]):
+                Of this screening.
+            target_layer (`int`):
+                The target layer.
+            cost (`Callable[[Sequence[int]], float]`):
+                What reading some source layers costs. The order is that of the gain for each unit of it.
+        """
+        layer = _LayerSelection(correlations, self._y.columns["target", target_layer])
+        for block in self._x.columns.get(TOKENS, []):
+            layer.take_everywhere(block)
+        candidates = list(self._source_layers)
+        taken: list[int] = []
+        while candidates:
+            costs = {i: cost([*taken, i]) - (cost(taken) if taken else 0.0) for i in candidates}
+            allowed = candidates if taken else [i for i in candidates if costs[i] == min(costs.values())]
+            gains, blocks = zip(*layer.gains([self._x.columns["source", i] for i in allowed]), strict=True)
+            best = max(range(len(allowed)), key=lambda k: gains[k] / max(costs[allowed[k]], 1.0))
+            yield Step(allowed[best], gains[best], costs[allowed[best]])
+            layer.take(blocks[best])
+            taken.append(allowed[best])
+            candidates.remove(allowed[best])
+
+
+class _LayerSelection:
+    """What explains one target layer, for all heads at once or for each by itself."""
+
+    def __init__(self, correlations: Correlations, parts: Sequence[torch.Tensor]):
+        # Keys and values of a head, or of all heads.
+        pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        self._selections = [ForwardSelection(correlations, torch.cat(pair)) for pair in pairs]
+        # Each head counts by what it has of the layer's variance.
+        shares = [
+            1 / correlations.variance[torch.cat(kind)].sum().clamp(min=1e-300) for kind in zip(*pairs, strict=True)
+        ]
+        self._scales = [
+            torch.cat([share.expand(len(part)) for part, share in zip(pair, shares, strict=True)]) for pair in pairs
+        ]
+
+    def gains(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[tuple[float, list[torch.Tensor]]]:
+        """For each source layer, of which each head takes one block, what that explains, and which blocks."""
+        gains = [0.0] * len(layers)
+        chosen: list[list[torch.Tensor]] = [[] for _ in layers]
+        for selection, scale in zip(self._selections, self._scales, strict=True):
+            residuals = iter(selection.residuals_with([block for blocks in layers for block in blocks]))
+            for number, blocks in enumerate(layers):
+                added = [float(((selection.residual - next(residuals)) * scale).sum()) for _ in blocks]
+                gains[number] += max(added)
+                chosen[number].append(blocks[added.index(max(added))])
+        return list(zip(gains, chosen, strict=True))
+
+    def take_everywhere(self, block: torch.Tensor) -> None:
+        """Take one block for all heads."""
+        self.take([block] * len(self._selections))
+
+    def take(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Take a block for each head."""
+        for selection, block in zip(self._selections, blocks, strict=True):
+            selection.take(block)
+
+
+def _heads(layer: LayerGeometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [key_value_columns(layer, head) for head in range(layer.num_key_value_heads)]
+
+
+def _whole(layer: LayerGeometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [key_value_columns(layer)]
+
+
+class _Projections:
+    """Blocks of rows, each part of their columns projected by itself, side by side."""
+
+    def __init__(self, generator: torch.Generator):
+        self.columns: dict[Hashable, list[torch.Tensor]] = {}
+        self._matrices: dict[Hashable, torch.Tensor] = {}
+        self._generator = generator
+        self._width = 0
+
+    def add(self, name: Hashable, width: int, parts: Sequence[torch.Tensor], projected: int) -> None:
+        """Project the parts of a block to `projected` columns together."""
+        matrices, columns = [], []
+        for part in parts:
+            matrix = torch.zeros(width, min(len(part), max(projected // len(parts), LEAST_WIDTH)))
+            if matrix.shape[1] == len(part):
+                matrix[part] = torch.eye(len(part))
+            else:
+                noise = torch.randn(len(part), matrix.shape[1], generator=self._generator)
+                matrix[part] = noise / matrix.shape[1] ** 0.5
+            columns.append(torch.arange(self._width, self._width + matrix.shape[1]))
+            self._width += matrix.shape[1]
+            matrices.append(matrix)
+        self.columns[name], self._matrices[name] = columns, torch.cat(matrices, 1)
+
+    def project(self, rows: Mapping[Hashable, torch.Tensor]) -> torch.Tensor:
+        return torch.cat(
+            [rows[name].float() @ matrix.to(rows[name].device) for name, matrix in self._matrices.items()], 1
+        )

@@ -1,0 +1,142 @@
+"""What a fit has summed so far, on disk, so that it can go on after an interruption."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import CalibrationError
+from ..nested import describe_differences
+
+
+FILE_NAME = "fit.safetensors"
+# Sums of a wide pair are a gigabyte, which must not be written too often.
+WRITE_EVERY = 32
+
+
+class Summed(Protocol):
+    """Sums that can be written down and gone on from."""
+
+    def state(self) -> dict[str, torch.Tensor]: ...
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None: ...
+
+
+class Checkpoint:
+    """
+    One file, which holds the sums of the stage that a fit is in and how much of the text they are made of.
+
+    Args:
+        folder (`Path`, *optional*):
+            Where the file is, or is going to be. `None` keeps nothing.
+        settings (`dict`):
+            Everything that the sums depend on, besides the text.
+
+    Raises:
+        `CalibrationError`: the file is of a fit with other settings, or damaged.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]):
+        self._path = None if folder is None else folder / FILE_NAME
+        self._settings = json.loads(json.dumps(settings))
+        self._position: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                notes = json.loads(file.metadata()["notes"])
+                self._position = notes["position"]
+                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                found = notes["settings"]
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+            raise CalibrationError(
+                f"The checkpoint {self._path} is damaged ({error!r}). Delete it to start anew."
+            ) from error
+        if differences := describe_differences(found, self._settings):
+            raise CalibrationError(
+                f"The checkpoint {self._path} is of another fit: {differences}. Go on with what it was begun with, or "
+                "delete it to start anew."
+            )
+
+    def finished(self, stage: str) -> Any:
+        """What an earlier stage has found, if the fit was interrupted behind it, else `None`."""
+        return self._position.get("results", {}).get(stage)
+
+    def run(
+        self, stage: str, batches: Iterable[tuple[bool, list]], sums: Mapping[str, Summed], results: dict[str, Any]
+    ) -> Iterator[tuple[bool, list, bool]]:
+        """
+        The batches of a stage; those that the sums already hold are to be counted, not read again.
+
+        The sums are written before a batch is asked for, so that a batch is either in them or comes again.
+
+        Args:
+            stage (`str`):
+                Its name.
+            batches (`Iterable[tuple[bool, list]]`):
+                As [`PairedStates.batches`] gives them.
+            sums (`Mapping[str, Summed]`):
+                What the caller adds each batch to before it asks for the next.
+            results (`dict`):
+                What earlier stages have found, JSON-friendly.
+
+        Yields:
+            `tuple[bool, list, bool]`: Whether the batch is held out, its texts, and whether it is to be read.
+
+        Raises:
+            `CalibrationError`: the texts are other ones than those in the checkpoint.
+        """
+        resumed = self._position if self._position.get("stage") == stage else {}
+        if resumed:
+            for name, part in sums.items():
+                state = {key.partition(":"): tensor for key, tensor in self._tensors.items()}
+                part.load({key: tensor for (owner, _, key), tensor in state.items() if owner == name})
+        elif results:
+            self._write(stage, 0, "", sums, results)  # what earlier stages have found is not to be lost
+        self._tensors = {}
+        skipped, number = resumed.get("batches", 0), 0
+        digest = hashlib.sha256()
+        for number, (held_out, batch) in enumerate(batches, start=1):
+            if number - 1 > skipped and (number - 1) % WRITE_EVERY == 0:
+                self._write(stage, number - 1, digest.hexdigest(), sums, results)
+            for text in batch:
+                content = text if isinstance(text, str) else str(torch.as_tensor(text).tolist())
+                digest.update(len(content).to_bytes(8, "big") + content.encode("utf-8", "surrogatepass"))
+            yield held_out, batch, number > skipped
+            if number == skipped and digest.hexdigest() != resumed["digest"]:
+                raise self._other_texts(number)
+        if number < skipped:
+            raise self._other_texts(skipped)
+
+    def _other_texts(self, batches: int) -> CalibrationError:
+        return CalibrationError(
+            f"The checkpoint {self._path} holds {batches} batches of other texts. Give the texts that it was begun "
+            "with, in the same order, or delete it to start anew."
+        )
+
+    def _write(
+        self, stage: str, batches: int, digest: str, sums: Mapping[str, Summed], results: dict[str, Any]
+    ) -> None:
+        if self._path is None:
+            return
+        position = {"stage": stage, "batches": batches, "digest": digest, "results": results}
+        notes = json.dumps({"settings": self._settings, "position": position})
+        tensors = {f"{name}:{key}": tensor for name, part in sums.items() for key, tensor in part.state().items()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is whole: whenever the fit is interrupted, there is a whole file or none.
+        unfinished = self._path.with_suffix(".unfinished")
+        save_file(tensors, unfinished, metadata={"notes": notes})
+        os.replace(unfinished, self._path)
+
+    def remove(self) -> None:
+        """The fit is done: delete the file."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".unfinished").unlink(missing_ok=True)

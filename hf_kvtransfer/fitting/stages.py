@@ -1,0 +1,187 @@
+"""The stages of a fit: source layers are chosen, sums taken over all text, and layers solved from them."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..errors import CalibrationError
+from ..geometry import LayerGeometry
+from .budget import Budget
+from .checkpoint import Checkpoint
+from .closest_layer import ClosestLayer
+from .costs import MapPlan
+from .moments import Moments
+from .ridge import Gaussian
+from .selection import LayerScreening
+from .solve import LayerProblem
+from .states import TOKENS, PairedStates
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """
+    How text is read, in every stage the same.
+
+    Args:
+        states ([`PairedStates`]):
+            Reads batches with both models.
+        batch_size (`int`), held_out_every (`int`):
+            As in [`PairedStates.batches`].
+        checkpoint ([`Checkpoint`]):
+            Where sums are written.
+    """
+
+    states: PairedStates
+    batch_size: int
+    held_out_every: int
+    checkpoint: Checkpoint
+
+    def add(self, stage: str, texts: Iterable, sums: Any, results: dict[str, Any], progress: Any) -> int:
+        """
+        Add all texts to `sums`, which has an `add(rows, held_out)` and named parts in `sums`, for the checkpoint.
+
+        Returns:
+            `int`: The number of texts.
+        """
+        num_texts = 0
+        batches = self.states.batches(texts, self.batch_size, self.held_out_every)
+        for held_out, batch, is_new in self.checkpoint.run(stage, batches, sums.sums, results):
+            if is_new:
+                sums.add(self.states.read(batch), held_out)
+            num_texts += len(batch)
+            progress.update(len(batch))
+        return num_texts
+
+
+def choose_layers(
+    reading: Reading,
+    texts: Sequence,
+    plan: MapPlan,
+    target_layers: Mapping[int, LayerGeometry],
+    num_source_layers: int,
+    budget: Budget | None,
+    seed: int,
+) -> dict[int, list[int]]:
+    """
+    Read the first texts and choose the source layers of each target layer.
+
+    Args:
+        reading ([`Reading`]):
+            How text is read.
+        texts (`Sequence`):
+            The texts to choose on.
+        plan ([`MapPlan`]):
+            The kind of the maps, and what they cost.
+        target_layers (`Mapping[int, LayerGeometry]`):
+            The target layers to map.
+        num_source_layers (`int`):
+            Source layers for each target layer, where there is no budget.
+        budget ([`Budget`], *optional*):
+            What all maps may cost together.
+        seed (`int`):
+            Of the random projections.
+
+    Returns:
+        `dict[int, list[int]]`: For each target layer its source layers, in the source's order.
+    """
+    if plan.kind == "identity":
+        closest = ClosestLayer(plan.source, target_layers)
+        _read_to_choose(reading, texts, closest)
+        selection = closest.select()
+        if budget is not None:
+            budget.check({i: budget.cost(plan, i, layers) for i, layers in selection.items()})
+        return selection
+    screening = LayerScreening(plan.source, target_layers, plan.token_features, plan.kind == "head_matched", seed)
+    _read_to_choose(reading, texts, screening)
+    correlations = screening.correlations()
+    if budget is None:
+        steps = (screening.steps(correlations, i, len) for i in target_layers)
+        return {
+            i: sorted(step.source_layer for step in itertools.islice(path, num_source_layers))
+            for i, path in zip(target_layers, steps, strict=True)
+        }
+    return budget.spend(
+        lambda i: screening.steps(correlations, i, lambda layers: budget.cost(plan, i, layers)), list(target_layers)
+    )
+
+
+def _read_to_choose(reading: Reading, texts: Sequence, screening: ClosestLayer | LayerScreening) -> None:
+    with logging.tqdm(desc="Choosing source layers", unit="text", total=len(texts)) as progress:
+        num_texts = reading.add("choosing", texts, screening, {}, progress)
+    check_enough_text(1, *screening.counts, num_texts)
+
+
+class LayerSums:
+    """
+    Sums over all text, from which every target layer is solved.
+
+    Args:
+        plan ([`MapPlan`]):
+            What the maps read besides source layers.
+        selection (`Mapping[int, Sequence[int]]`):
+            For each target layer its source layers.
+        dtype (`torch.dtype`):
+            Of the products of one batch.
+    """
+
+    def __init__(self, plan: MapPlan, selection: Mapping[int, Sequence[int]], dtype: torch.dtype):
+        self._plan, self._selection = plan, selection
+        tokens = [TOKENS] if plan.token_features else []
+        self._blocks = {i: [*(("source", j) for j in chosen), *tokens] for i, chosen in selection.items()}
+        # Which products the solves need: features with features, and with their target layer.
+        pairs: dict = {}
+        for i, names in self._blocks.items():
+            pairs |= dict.fromkeys(itertools.combinations_with_replacement(names, 2))
+            pairs |= dict.fromkeys((name, ("target", i)) for name in names)
+        self.train, self.held_out = (Moments(pairs, dtype) for _ in range(2))
+
+    @property
+    def sums(self) -> dict[str, Moments]:
+        """For the [`Checkpoint`]."""
+        return {"train": self.train, "held_out": self.held_out}
+
+    def add(self, rows: Mapping, held_out: bool) -> None:
+        """Take in a batch of [`PairedStates.read`]."""
+        (self.held_out if held_out else self.train).add(rows)
+
+    def problem(self, target_layer: int, metric: torch.Tensor | None) -> LayerProblem:
+        """What a target layer is solved from."""
+        train, held_out = (self._gaussian(moments, target_layer) for moments in (self.train, self.held_out))
+        source = [self._plan.source.layers[j] for j in self._selection[target_layer]]
+        return LayerProblem(train, held_out, source, self._plan.target.layers[target_layer], metric)
+
+    def _gaussian(self, moments: Moments, target_layer: int) -> Gaussian:
+        names, target = self._blocks[target_layer], [("target", target_layer)]
+        return Gaussian(
+            moments.mean(names),
+            moments.mean(target),
+            moments.covariance(names, names),
+            moments.covariance(names, target),
+            moments.variance(target),
+        )
+
+
+def check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:
+    """
+    Raises:
+        `CalibrationError`: there is too little text for the number of features, or none of it is held out.
+    """
+    if num_train < 2 * num_features or not num_held_out:
+        raise CalibrationError(
+            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out. For {num_features} "
+            f"features at least {2 * num_features} are needed, and some held out: give more text, or lower "
+            "`num_source_layers` or the `budget`."
+        )
+
+
+def take_tokens(states: PairedStates, texts: Iterable, num_tokens: int | None) -> Iterator:
+    """The first of some texts, until they have `num_tokens` tokens of the target; all of them for `None`."""
+    left = float("inf") if num_tokens is None else num_tokens
+    texts = iter(texts)
+    while left > 0 and (text := next(texts, None)) is not None:
+        yield text
+        left -= states.cut(text)[1]
