@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .fidelity.gate import FidelityGate, Verdict
     from .fidelity.report import FidelityReport
     from .fidelity.shadow import ShadowTransfer
-    from .fitting import fit_mapper
+    from .fitting import calibrate_readout, distill_mapper, fit_mapper
     from .geometry import KVGeometry
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
@@ -61,6 +61,8 @@ __all__ = [
     "TranslatedCache",
     "UnsupportedModelError",
     "Verdict",
+    "calibrate_readout",
+    "distill_mapper",
     "evaluate_mapper",
     "fit_mapper",
 ]
@@ -78,6 +80,8 @@ _MODULES = {
     "TransferReport": ".transfer_report",
     "TranslatedCache": ".cache",
     "Verdict": ".fidelity.gate",
+    "calibrate_readout": ".fitting",
+    "distill_mapper": ".fitting",
     "evaluate_mapper": ".fidelity.evaluate",
     "fit_mapper": ".fitting",
 }

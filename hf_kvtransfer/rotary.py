@@ -1,7 +1,7 @@
 """Remove and apply rotary embeddings through the model's own rotary module, never through a copy of its formula."""
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +11,9 @@ from .probe import Probe, probe_model
 from .rotary_call import RotaryCall
 from .rotary_layout import LayerRotary, compact, detect, turn
 
+
+# To put a position on, to take it off, and what gradients take back through the former.
+Direction = Literal["apply", "remove", "transpose"]
 
 # Scalars of keys that are rotated at a time on a CPU.
 _CPU_BLOCK = 2**19
@@ -151,7 +154,7 @@ class RotaryTables:
         Raises:
             `ValueError`: if the layer caches nothing of its own, or the number of tokens is another.
         """
-        return self._rotate(key_states, layer_idx, 0, None, out, inverse=True)
+        return self._rotate(key_states, layer_idx, 0, None, out, "remove")
 
     @torch.no_grad()
     def apply(
@@ -182,7 +185,14 @@ class RotaryTables:
         Raises:
             `ValueError`: if the layer caches nothing of its own, or the number of tokens is another.
         """
-        return self._rotate(key_states, layer_idx, start, stop, out, inverse=False)
+        return self._rotate(key_states, layer_idx, start, stop, out, "apply")
+
+    def apply_with_grad(
+        self, key_states: torch.Tensor, layer_idx: int, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """As [`~RotaryTables.apply`], and gradients flow back to `key_states`."""
+        rotated: torch.Tensor = _Rotation.apply(key_states, self, layer_idx, start, stop)
+        return rotated
 
     def _rotate(
         self,
@@ -191,7 +201,7 @@ class RotaryTables:
         start: int,
         stop: int | None,
         out: torch.Tensor | None,
-        inverse: bool,
+        direction: Direction,
     ) -> torch.Tensor:
         layer = self.rotary.layers[layer_idx]
         if layer is None:
@@ -202,7 +212,7 @@ class RotaryTables:
             raise ValueError(f"Keys of {key_states.shape[2]} tokens were given with {num_tokens} position ids.")
         if layer.layout == "none":
             return key_states if out is None else out.copy_(key_states)
-        cos, sin = self._table(layer, key_states.device, inverse)
+        cos, sin = self._table(layer, key_states.device, direction)
         cos, sin = cos[:, start:stop], sin[:, start:stop]
         out = torch.empty_like(key_states) if out is None else out
         step = max(num_tokens, 1)
@@ -214,12 +224,17 @@ class RotaryTables:
             turn(key_states[:, :, block], cos[:, block], sin[:, block], layer, out[:, :, block])
         return out
 
-    def _table(self, layer: LayerRotary, device: torch.device, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self, layer: LayerRotary, device: torch.device, direction: Direction
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert layer.call_idx is not None
-        key = (layer.call_idx, layer.columns, inverse, device)
+        key = (layer.call_idx, layer.columns, direction, device)
         if key not in self._tables:
-            if inverse:
-                cos, sin = self._table(layer, device, inverse=False)
+            if direction == "transpose":
+                cos, sin = self._table(layer, device, "apply")
+                self._tables[key] = (cos, -sin)
+            elif direction == "remove":
+                cos, sin = self._table(layer, device, "apply")
                 # Turns back, and undoes what yarn and longrope multiply cos and sin with.
                 scale = cos.square().addcmul_(sin, sin)
                 self._tables[key] = (cos / scale, -sin / scale)
@@ -231,6 +246,21 @@ class RotaryTables:
                 cos, sin = self._tables[source]
                 self._tables[key] = (cos.to(device), sin.to(device))
         return self._tables[key]
+
+
+class _Rotation(torch.autograd.Function):
+    """[`RotaryTables.apply`]: linear, so the gradient is turned by the transpose."""
+
+    @staticmethod
+    def forward(ctx, key_states, tables, layer_idx, start, stop):
+        ctx.arguments = tables, layer_idx, start, stop
+        return tables.apply(key_states, layer_idx, start, stop, out=torch.empty_like(key_states))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        tables, layer_idx, start, stop = ctx.arguments
+        gradient = tables._rotate(gradients[0], layer_idx, start, stop, None, "transpose")
+        return gradient, None, None, None, None
 
 
 def _length_limit(call: RotaryCall) -> tuple[str, int] | None:

@@ -57,7 +57,9 @@ def main():
         texts,
         source_tokenizer=source_tokenizer,
         target_tokenizer=target_tokenizer,
+        native_layers=None,
         num_source_layers=arguments.num_source_layers,
+        max_tokens=None,
         screening_tokens=32768,
     )
     seconds = time.perf_counter() - start

@@ -1,6 +1,8 @@
 """Calibration text to mapper."""
 
+from .distill import distill_mapper
 from .fit import fit_mapper
+from .readout import calibrate_readout
 
 
-__all__ = ["fit_mapper"]
+__all__ = ["calibrate_readout", "distill_mapper", "fit_mapper"]

@@ -1,0 +1,35 @@
+"""Calibration texts that are long enough to go on in."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..spans import encode_with_spans
+from .round_trip import round_trips
+from .states import PairedStates
+
+
+def long_texts(reader: PairedStates, texts: Iterable, min_length: int) -> list[tuple[Any, torch.Tensor]]:
+    """
+    Texts cut to the reader's length, each with the target's token ids of it.
+
+    Args:
+        reader ([`PairedStates`]):
+            Knows the tokenizers, and the length.
+        texts (`Iterable`):
+            Strings, or token ids if there are no tokenizers. Those that a tokenizer cannot read are left out.
+        min_length (`int`):
+            Tokens below which a text is left out.
+
+    Raises:
+        `CalibrationError`: texts of the wrong kind, or more than a tenth that a tokenizer cannot read.
+    """
+    cut: Iterable[Any] = (reader.cut(text)[0] for text in texts)
+    tokenizer = reader.target_tokenizer
+    if tokenizer is None:
+        return [(ids, ids) for ids in cut if len(ids) >= min_length]
+    whole = round_trips(cut, {"source": reader.source_tokenizer, "target": tokenizer})
+    # Counted anew: what was cut off may have been part of a token.
+    encoded = ((text, encode_with_spans(tokenizer, text)[0]) for text in whole)
+    return [(text, torch.tensor(ids)) for text, ids in encoded if len(ids) >= min_length]

@@ -1,0 +1,85 @@
+"""How large features are, and what layer maps make of them, measured on a few texts."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..maps.head_matched import HeadMatchedMap
+from ..maps.identity import IdentityMap
+from .columns import key_value_columns
+from .continuations import Continuations, ReadText
+from .moments import Moments
+from .states import TOKENS
+
+
+# Of the largest scale of a block: what hardly varies is not blown up.
+_SMALLEST = 1e-3
+
+
+class Scales:
+    """
+    Mean and standard deviation of each feature, and of each output of each layer map.
+
+    Args:
+        reader (`Continuations`):
+            Has the mapper.
+        texts (`Sequence[ReadText]`):
+            What it has read. The target goes on in each once.
+    """
+
+    @torch.no_grad()
+    def __init__(self, reader: Continuations, texts: Sequence[ReadText]):
+        self._mapper, self._geometry = reader.mapper, reader.mapper.source_geometry
+        names: list = [("source", i) for i, layer in enumerate(self._geometry.layers) if layer is not None]
+        names += [TOKENS] if self._mapper.config.token_features else []
+        self._features = Moments((name, name) for name in names)
+        self._outputs: dict[int, Moments] = {}
+        with ExitStack() as stack:
+            for i, layer_map in enumerate(self._mapper.layers):
+                hook = layer_map.register_forward_hook(partial(self._note, i))
+                stack.callback(hook.remove)
+            for text in texts:
+                self._features.add(self._rows(text))
+                reader.predict(text)
+
+    def _rows(self, text: ReadText) -> dict:
+        index = torch.arange(len(text.input_ids)) if text.source_index is None else text.source_index[0]
+        sinks = self._mapper.config.sink_tokens
+        states = text.source_kv.features
+        rows: dict = {("source", i): part[0, index[sinks:]] for i, part in enumerate(states) if part is not None}
+        if text.token_features is not None:
+            rows[TOKENS] = text.token_features[0, sinks:]
+        return rows
+
+    def _note(self, layer_idx: int, layer_map: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
+        self._outputs.setdefault(layer_idx, Moments([("output", "output")])).add({"output": output.flatten(0, 1)})
+
+    def outputs(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of what a layer's map puts out, `[out_features]`, on the CPU."""
+        moments = self._outputs[layer_idx]
+        return moments.mean(["output"]).float(), _scale(moments, "output")
+
+    def features(self, layer_map: Any) -> torch.Tensor:
+        """Standard deviation of the features that a layer map reads, `[in_features]`, or `[heads, in_features]`."""
+        scales = [_scale(self._features, ("source", i)) for i in layer_map.source_layers]
+        if not isinstance(layer_map, IdentityMap) and self._mapper.config.token_features:
+            scales.append(_scale(self._features, TOKENS))
+        if not isinstance(layer_map, HeadMatchedMap):
+            return torch.cat(scales)
+        rows = []
+        for head in range(len(layer_map.weight)):
+            own = [
+                scale[torch.cat(key_value_columns(self._geometry.layers[i], heads[head]))]
+                for i, heads, scale in zip(layer_map.source_layers, layer_map.source_heads, scales, strict=False)
+            ]
+            rows.append(torch.cat([*own, *scales[len(own) :]]))
+        return torch.stack(rows)
+
+
+def _scale(moments: Moments, name: Any) -> torch.Tensor:
+    scale = moments.variance([name]).sqrt().float()
+    return scale.clamp(min=max(_SMALLEST * scale.max().item(), torch.finfo(torch.float32).tiny))
