@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +17,8 @@ from ..nested import describe_differences
 
 
 FILE_NAME = "fit.safetensors"
-# Sums of a wide pair are a gigabyte, which must not be written too often.
-WRITE_EVERY = 32
+# Of the time of a fit. Sums of a wide pair are gigabytes, which take longer to write than a batch to read.
+WRITE_SHARE = 0.05
 
 
 class Summed(Protocol):
@@ -47,6 +48,7 @@ class Checkpoint:
         self._settings = json.loads(json.dumps(settings))
         self._position: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._last_write, self._write_seconds = time.monotonic(), 0.0
         if self._path is None or not self._path.exists():
             return
         try:
@@ -104,7 +106,7 @@ class Checkpoint:
         skipped, number = resumed.get("batches", 0), 0
         digest = hashlib.sha256()
         for number, (held_out, batch) in enumerate(batches, start=1):
-            if number - 1 > skipped and (number - 1) % WRITE_EVERY == 0:
+            if number - 1 > skipped and time.monotonic() - self._last_write >= self._write_seconds / WRITE_SHARE:
                 self._write(stage, number - 1, digest.hexdigest(), sums, results)
             for text in batch:
                 content = text if isinstance(text, str) else str(torch.as_tensor(text).tolist())
@@ -126,6 +128,7 @@ class Checkpoint:
     ) -> None:
         if self._path is None:
             return
+        start = time.monotonic()
         position = {"stage": stage, "batches": batches, "digest": digest, "results": results}
         notes = json.dumps({"settings": self._settings, "position": position})
         tensors = {f"{name}:{key}": tensor for name, part in sums.items() for key, tensor in part.state().items()}
@@ -134,6 +137,8 @@ class Checkpoint:
         unfinished = self._path.with_suffix(".unfinished")
         save_file(tensors, unfinished, metadata={"notes": notes})
         os.replace(unfinished, self._path)
+        self._last_write = time.monotonic()
+        self._write_seconds = self._last_write - start
 
     def remove(self) -> None:
         """The fit is done: delete the file."""
