@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_kvtransfer import KVMapper, SourceKV, distill_mapper, evaluate_mapper, fit_mapper
+from hf_kvtransfer import KVMapper, SourceKV, calibrate_readout, distill_mapper, evaluate_mapper, fit_mapper
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.fidelity.report import FidelityReport
-from hf_kvtransfer.fitting.readout import calibrate_readout
 from hf_kvtransfer.spans import encode_with_spans
 from hf_kvtransfer.translation import Translation
 
