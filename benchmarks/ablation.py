@@ -40,6 +40,7 @@ ROWS = {
     **{f"source layers: {n}": {"num_source_layers": n} for n in (1, 2, 8, 12)},
     "head-matched": {"kind": "head_matched"},
     "low rank": {"kind": "low_rank"},
+    "residual MLP": {"kind": "residual_mlp"},
     "readout calibrated": {"readout": True},
     "distilled": DISTILLED,
     "distilled, residual MLP": {"kind": "residual_mlp"} | DISTILLED,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .fidelity.gate import FidelityGate, Verdict
     from .fidelity.report import FidelityReport
     from .fidelity.shadow import ShadowTransfer
-    from .fitting import calibrate_readout, distill_mapper, fit_mapper
+    from .fitting import calibrate_readout, distill_mapper, fit_mapper, train_residuals
     from .geometry import KVGeometry
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
@@ -65,6 +65,7 @@ __all__ = [
     "distill_mapper",
     "evaluate_mapper",
     "fit_mapper",
+    "train_residuals",
 ]
 
 # Imported when first asked for: `hf-kvtransfer --help` need not wait for torch and transformers.
@@ -84,6 +85,7 @@ _MODULES = {
     "distill_mapper": ".fitting",
     "evaluate_mapper": ".fidelity.evaluate",
     "fit_mapper": ".fitting",
+    "train_residuals": ".fitting",
 }
 
 

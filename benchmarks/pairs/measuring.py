@@ -17,7 +17,15 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_kvtransfer import KVMapper, SourceKV, calibrate_readout, distill_mapper, evaluate_mapper, fit_mapper
+from hf_kvtransfer import (
+    KVMapper,
+    SourceKV,
+    calibrate_readout,
+    distill_mapper,
+    evaluate_mapper,
+    fit_mapper,
+    train_residuals,
+)
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.fidelity.report import FidelityReport
 from hf_kvtransfer.spans import encode_with_spans
@@ -99,8 +107,10 @@ def improved(
     epochs: int = 0,
     checkpoint: Path | None = None,
 ) -> tuple[KVMapper, float]:
-    """A fitted mapper after readout calibration and `epochs` of distillation, and the seconds for it."""
+    """A fitted mapper, its MLPs trained, readout-calibrated and distilled for `epochs`, and the seconds for it."""
     storage, start = mapper.config.storage, time.perf_counter()
+    if any(spec is not None and spec["kind"] == "residual_mlp" for spec in mapper.config.layers):
+        mapper = train_residuals(mapper, *pair.models, texts, **pair.tokenizers)
     if readout:
         mapper = calibrate_readout(mapper, *pair.models, texts, **pair.tokenizers)
     if epochs:

@@ -60,7 +60,16 @@ class ResidualMLPMap(LinearMap):
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
         output = super().forward(source_features, token_features, source_index)
-        dtype = output.dtype
+        return output + self.residual(source_features, token_features, source_index)
+
+    def residual(
+        self,
+        source_features: Sequence[torch.Tensor],
+        token_features: torch.Tensor | None = None,
+        source_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What the MLP adds, arguments and result as in [`LayerMap.forward`]."""
+        dtype = source_features[0].dtype
         widths = [states.shape[-1] for states in source_features]
         widths.append(len(self.feature_mean) - sum(widths))
         *moments, token_moments = zip(
@@ -73,7 +82,7 @@ class ResidualMLPMap(LinearMap):
         if token_features is not None:
             token_features = (token_features.to(dtype) - token_moments[0]) / token_moments[1]
         hidden = affine(dense(self.down, dtype), self.down_bias.to(dtype), standardised, token_features, source_index)
-        return output + linear(silu(hidden), dense(self.up, dtype))
+        return linear(silu(hidden), dense(self.up, dtype))
 
     @torch.no_grad()
     def compose(self, matrix: torch.Tensor, offset: torch.Tensor) -> None:
