@@ -73,7 +73,6 @@ class Ablation:
             "asked": asked,
             "megabytes": mapper.num_bytes() / 1e6,
             "fit_seconds": seconds,
-            "explained_variance": [layer and layer["explained_variance"] for layer in mapper.config.fit["layers"]],
         }
         measuring = self.arguments
         record["results"] = measure(
@@ -85,8 +84,9 @@ class Ablation:
 
     def _asked(self, name: str) -> dict:
         """All that a row depends on."""
-        names = ("texts", "documents", "contexts", "source", "target")
-        return {"settings": BASE | ROWS[name]} | {name: getattr(self.arguments, name) for name in names}
+        names = ("texts", "documents", "contexts", "runs", "threads", "source", "target")
+        data = hashlib.sha256(json.dumps([self.rows, self.held_out]).encode()).hexdigest()
+        return {"settings": BASE | ROWS[name], "data": data} | {name: getattr(self.arguments, name) for name in names}
 
     def _mapper(self, settings: dict) -> tuple[KVMapper, float]:
         settings = dict(settings)

@@ -173,11 +173,15 @@ class TranslatedCache(DynamicCache):
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException as error:
-            is_first = not self._before
-            self._before[layer_idx] = cls, attributes
+            # What native layers have given in this pass is what a prefill gives: it may stay.
+            exact = -1 if self.report.native_layers is None else self.report.native_layers
+            used, self._before = self._before, {layer_idx: (cls, attributes)}
             self._restore()
-            if not is_first or not self._can_recompute(error):
+            if any(i > exact for i in used) or not self._can_recompute(error, exact):
+                self._before = used
+                self._restore()
                 raise
+            self._before = used
             failure = _describe(error)
         if failure is not None:
             # Not while the error is handled: it would keep alive what the translation had allocated.
@@ -197,10 +201,16 @@ class TranslatedCache(DynamicCache):
             self.layers[layer_idx] = layer
         self._before.clear()
 
-    def _can_recompute(self, error: BaseException) -> bool:
-        """Whether the target can still read the context itself: no layer was used before, and it would help."""
+    def _can_recompute(self, error: BaseException, exact: int) -> bool:
+        """Whether the target can still read the context itself: no mapped layer was used before, and it would help."""
         # Layers that share another one's states count as initialised, but hold nothing.
-        own = [layer for layer in self.layers if layer.is_initialized and not getattr(layer, "is_dummy", False)]
+        own = [
+            layer
+            for i, layer in enumerate(self.layers)
+            if (i > exact or isinstance(layer, PendingLayer))
+            and layer.is_initialized
+            and not getattr(layer, "is_dummy", False)
+        ]
         return (
             self._on_refusal == "recompute"
             and self.is_translation

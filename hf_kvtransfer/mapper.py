@@ -51,7 +51,7 @@ class KVMapper(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module):
-        """Layer maps start at zero; a mapper is fitted or loaded, never used as initialised."""
+        """Layer maps initialise themselves; a mapper is fitted or loaded, never used as initialised."""
 
     @property
     def name(self) -> str:
@@ -107,6 +107,7 @@ class KVMapper(PreTrainedModel):
         with torch.device("meta"):  # its own maps are thrown away
             other = type(self)(config)
         other.layers = nn.ModuleList(maps)
+        other.config._name_or_path = ""  # what it was loaded from is another one
         return other.train(self.training)
 
     @property
@@ -161,14 +162,17 @@ class KVMapper(PreTrainedModel):
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError("`push_to_hub=True` would leave the evidence behind: call `mapper.push_to_hub(repo_id)`.")
-        evidence = self.evidence
+        evidence, folder = self.evidence, Path(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
-        if (
-            not self.state_dict()
-        ):  # transformers writes no file for a mapper of identities, and reads no folder without
-            save_file({}, Path(save_directory) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        if not self.state_dict():
+            # transformers writes no file for a mapper of identities, and reads no folder without one.
+            save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        elif any(folder.glob("model-*-of-*.safetensors")):
+            (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # of an earlier save: it would be read instead
         if evidence is not None:
             evidence.save(save_directory)
+        else:
+            (folder / FIDELITY_FILE).unlink(missing_ok=True)  # of the mapper that was there before
 
     def check_finite(self) -> "KVMapper":
         """Raise [`MapperFormatError`] if a weight is NaN or infinite, else return the mapper."""
@@ -214,7 +218,16 @@ class KVMapper(PreTrainedModel):
                 _raise_exceptions_for_missing_entries=False,
                 **hub,
             )
-        except (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            SafetensorError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
             raise MapperFormatError(
                 f"No mapper can be loaded from {name!r}: {type(error).__name__}: {error} "
                 "A mapper is a folder or Hub repository with config.json and model.safetensors: check the name, or "

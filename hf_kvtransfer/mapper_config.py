@@ -77,6 +77,10 @@ class KVMapperConfig(PreTrainedConfig):
             for side in (self.source, self.target):
                 if not isinstance(side["name"], str) or not isinstance(side["tokenizer"], str | None):
                     raise ValueError(f"name {side['name']!r}, tokenizer {side['tokenizer']!r}")
+            for name in ("token_features", "sink_tokens"):
+                number = getattr(self, name)
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"`{name}` must be an integer of 0 or more, got {number!r}")
             source, target = (KVGeometry.from_dict(side["geometry"]) for side in (self.source, self.target))
             consistent = len(self.layers) == len(target.layers) and all(
                 (spec is None) == (layer is None) for spec, layer in zip(self.layers, target.layers, strict=True)

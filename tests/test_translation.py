@@ -22,7 +22,7 @@ from hf_kvtransfer.rotary import Rotary
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 from hf_kvtransfer.translation import Translation
 
-from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache, with_native_layers
+from .tiny_models import fail_from_layer, identity_mapper, random_ids, tiny_model, ungated_cache, with_native_layers
 
 
 TEXTS = [
@@ -367,6 +367,19 @@ def test_the_tail_is_read_on_top_of_native_layers(readings):
         torch.testing.assert_close(layer.keys, own.keys[:, :, -held:], rtol=1e-4, atol=1e-4)
     assert max(error for row in reading.state_errors for error in row) < -15
     assert readings == [1]
+
+
+def test_a_map_that_fails_behind_native_layers_is_recomputed(monkeypatch):
+    model = tiny_model("llama")
+    ids = random_ids(model, 1, 30)
+    cache = TranslatedCache(
+        SourceKV.prefill(model, None, ids), native_identity(model, 1), model, gate=FidelityGate(strict=False)
+    )
+    native = model.generate(ids, max_new_tokens=5, do_sample=False)
+    fail_from_layer(monkeypatch, 2)
+    output = model.generate(ids, max_new_tokens=5, do_sample=False, **{cache_argument(model): cache})
+    assert torch.equal(output, native)
+    assert cache.report.outcome == "recomputed"
 
 
 def test_native_layers_that_fail_are_recomputed(monkeypatch):

@@ -109,6 +109,7 @@ def improved(
 ) -> tuple[KVMapper, float]:
     """A fitted mapper, its MLPs trained, readout-calibrated and distilled for `epochs`, and the seconds for it."""
     storage, start = mapper.config.storage, time.perf_counter()
+    mapper = mapper if storage is None else mapper.dequantize()
     if any(spec is not None and spec["kind"] == "residual_mlp" for spec in mapper.config.layers):
         mapper = train_residuals(mapper, *pair.models, texts, **pair.tokenizers)
     if readout:

@@ -1,6 +1,7 @@
 """A text as both models read it, and places in it where the target goes on from a translation."""
 
 import inspect
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -94,22 +95,22 @@ class Continuations:
         self.geometry = KVGeometry.from_model(target)
         self._head = nullcontext() if token_ids is None else OnlyTokens(target, token_ids)
 
-    def places(self, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    def places(self, num_tokens: int, seed: int, draw: int) -> torch.Tensor:
         """
         Where continuations begin: at even distances, with one random shift for all.
 
         Args:
             num_tokens (`int`):
                 Tokens of the text.
-            generator (`torch.Generator`):
-                Of the shift.
+            seed (`int`), draw (`int`):
+                Of the shift: of all shifts, and which of them.
 
         Returns:
             `torch.LongTensor`: `[continuations]`, none if the text is too short for any.
         """
         sinks = self.mapper.config.sink_tokens
         room = num_tokens - self.length - sinks
-        shift = torch.rand(1, generator=generator)
+        shift = random.Random(f"{seed} {draw}").random()
         starts = sinks + 1 + ((torch.arange(self.count) + shift) * room / self.count).long()
         return starts[starts + self.length <= num_tokens].unique() if room > 0 else starts[:0]
 

@@ -61,6 +61,9 @@ class MapPlan:
                 raise ValueError(
                     f"`{name}={value}` is for kind {' and '.join(kinds)}, not for {kind!r}: leave it out."
                 )
+            least = 0 if kind == "identity" else 1
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be {least} or more for kind {kind!r}, got {value!r}.")
         self.kind, self.source, self.target, self.token_features = kind, source, target, token_features
         self.rank, self.hidden_size, self.dtype, self.storage = rank, hidden_size, dtype, storage
         self._cost = lru_cache(maxsize=None)(self._measure)

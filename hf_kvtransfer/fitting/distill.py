@@ -1,6 +1,8 @@
 """`distill_mapper`: train the maps of a fitted mapper end to end, through the frozen target."""
 
 import copy
+import hashlib
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,9 +12,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
 from transformers.utils import logging
 
-from ..compat import unwrap
+from ..compat import input_device, unwrap
 from ..errors import CalibrationError
+from ..identity import ModelIdentity
 from ..mapper import KVMapper
+from .arguments import check_numbers
 from .continuations import Continuations, ReadText
 from .long_texts import long_texts
 from .states import PairedStates
@@ -106,13 +110,11 @@ def distill_mapper(
         "continuation_length": continuation_length,
         "continuations": continuations,
         "learning_rate": learning_rate,
-        "train_weights": train_weights,
         "held_out_texts": held_out_texts,
         "evaluate_every": evaluate_every,
     }
-    for name, value in settings.items():
-        if not (isinstance(value, bool) or value > 0):
-            raise ValueError(f"`{name}` must be positive, got {value!r}.")
+    check_numbers(**settings)
+    settings["train_weights"] = train_weights
     source_tokenizer, target_tokenizer = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
     min_length = mapper.config.sink_tokens + 2 * continuation_length
     kept = long_texts(
@@ -129,7 +131,9 @@ def distill_mapper(
     held_out = {i * len(kept) // held_out_texts for i in range(held_out_texts)}
     train = [i for i in range(len(kept)) if i not in held_out]
     dtype, storage, digest = mapper.dtype, mapper.config.storage, mapper.digest()
-    mapper = mapper.dequantize(torch.promote_types(dtype, torch.float32)).to(target.device).requires_grad_(False)
+    mapper = (
+        mapper.dequantize(torch.promote_types(dtype, torch.float32)).to(input_device(target)).requires_grad_(False)
+    )
     reader = Continuations(
         mapper,
         source,
@@ -143,7 +147,7 @@ def distill_mapper(
 
     def read(number: int, draw: int) -> ReadText:
         text, ids = kept[number]
-        return reader.read(text, reader.places(len(ids), torch.Generator().manual_seed(seed * 2**40 + draw)))
+        return reader.read(text, reader.places(len(ids), seed, draw))
 
     # Each time that a text is read has a number of its own, for the draw of places; held-out ones have theirs.
     watched = [read(number, number) for number in sorted(held_out)]
@@ -151,9 +155,14 @@ def distill_mapper(
     num_steps = -(-len(train) * epochs // batch_size)
     optimizer = torch.optim.Adam(trained.groups(learning_rate), betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, min(WARMUP_STEPS, num_steps // 2), num_steps)
-    state = TrainingState(
-        checkpoint, trained.parameters, optimizer, schedule, settings | {"seed": seed, "mapper": digest}
-    )
+    depends_on = settings | {
+        "seed": seed,
+        "mapper": digest,
+        "texts": hashlib.sha256(json.dumps([ids.tolist() for _, ids in kept]).encode()).hexdigest(),
+        "source": ModelIdentity.from_model(source, source_tokenizer).to_dict(),
+        "target": ModelIdentity.from_model(target, target_tokenizer).to_dict(),
+    }
+    state = TrainingState(checkpoint, trained.parameters, optimizer, schedule, depends_on)
 
     with ExitStack() as stack:
         stack.enter_context(_frozen(target))

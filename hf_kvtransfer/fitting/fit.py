@@ -16,6 +16,7 @@ from ..identity import ModelIdentity
 from ..mapper import KVMapper, KVMapperConfig
 from ..maps.storage import num_bytes
 from ..tokenizer_identity import tokenizer_fingerprint
+from .arguments import check_numbers
 from .budget import Budget
 from .checkpoint import Checkpoint
 from .costs import MapPlan
@@ -146,6 +147,7 @@ def fit_mapper(
         raise ValueError(f"`num_source_layers={num_source_layers}` cannot be chosen here: {other}. Leave it out.")
     if num_source_layers is not None and num_source_layers < 1:
         raise ValueError(f"`num_source_layers` must be at least 1, got {num_source_layers}.")
+    check_numbers(max_length=max_length, batch_size=batch_size, held_out_every=held_out_every)
     if storage_bits not in (None, 8, 4):
         raise ValueError(f"`storage_bits` must be 8, 4 or None, got {storage_bits!r}.")
     source_tokenizer, target_tokenizer = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer

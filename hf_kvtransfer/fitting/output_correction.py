@@ -49,7 +49,8 @@ class OutputCorrection(nn.Module):
         source_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
-        return self._correct(self.layer_map(source_features, token_features, source_index))
+        states = self.layer_map(source_features, token_features, source_index)
+        return self._correct(states).to(states.dtype)  # what the target's attention takes
 
     def _correct(self, states: torch.Tensor) -> torch.Tensor:
         scaled = (states - self.mean) / self.scale

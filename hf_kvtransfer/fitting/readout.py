@@ -10,9 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..compat import input_device
 from ..errors import CalibrationError
 from ..geometry import LayerGeometry
 from ..mapper import KVMapper
+from .arguments import check_numbers
 from .continuations import Continuations
 from .group_readouts import GroupReadouts
 from .long_texts import long_texts
@@ -102,11 +104,9 @@ def calibrate_readout(
         "passes": passes,
         "held_out_every": held_out_every,
     }
-    for name, value in settings.items():
-        if not value > 0:
-            raise ValueError(f"`{name}` must be positive, got {value!r}.")
+    check_numbers(**settings)
     source_tokenizer, target_tokenizer = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
-    mapper = mapper.dequantize().to(target.device).eval().requires_grad_(False)
+    mapper = mapper.dequantize().to(input_device(target)).eval().requires_grad_(False)
     geometry = mapper.target_geometry.layers
     layers = {i: layer for i, layer in enumerate(geometry) if layer and value_heads(mapper.layers[i], layer)}
     if not layers:
@@ -152,8 +152,7 @@ def calibrate_readout(
             readouts = GroupReadouts(reader, attention, {i: layers[i] for i in order[first:last]})
             num_tokens = {False: 0, True: 0}
             for number, (text, ids) in enumerate(kept, start=1):
-                generator = torch.Generator().manual_seed(seed * 2**40 + number)
-                starts = reader.places(len(ids), generator)
+                starts = reader.places(len(ids), seed, number)
                 held_out = number % held_out_every == 0
                 readouts.add(text, starts, held_out)
                 num_tokens[held_out] += len(starts) * continuation_length

@@ -1,6 +1,7 @@
 """`train_residuals`: the MLPs of a mapper learn what its linear maps leave over."""
 
 import copy
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..compat import input_device
 from ..errors import CalibrationError
 from ..mapper import KVMapper
 from ..maps.linear import LinearMap
 from ..maps.residual_mlp import ResidualMLPMap
+from .arguments import check_numbers
 from .round_trip import round_trips
 from .states import TOKENS, PairedStates
 from .text import calibration_texts
@@ -60,11 +63,11 @@ def train_residuals(
         batch_size (`int`, *optional*, defaults to 8), max_length (`int`, *optional*, defaults to 1024):
             Texts read at once, and target tokens to which each is cut.
         held_out_every (`int`, *optional*, defaults to 10):
-            Each how-manieth text is held out. The first batch of them decides.
+            Each how-manieth text is held out. A batch of them, at even distances, decides.
         learning_rate (`float`, *optional*, defaults to 1e-3):
             Of Adam, falling to zero with the texts.
         seed (`int`, *optional*, defaults to 0):
-            Of the order of rows.
+            Of the order of texts and rows.
 
     Returns:
         [`KVMapper`]: In `mapper`'s dtype, with no evidence yet. Its config's `fit["residual_mlp"]` holds the settings,
@@ -82,13 +85,13 @@ def train_residuals(
         "held_out_every": held_out_every,
         "learning_rate": learning_rate,
     }
-    for name, value in settings.items():
-        if not value > 0:
-            raise ValueError(f"`{name}` must be positive, got {value!r}.")
+    check_numbers(**settings)
     if mapper.config.storage is not None:
         raise ValueError(f"Mapper {mapper.name} is quantised: train the mapper as it was fitted, then `quantize` it.")
     dtype = mapper.dtype
-    mapper = mapper.dequantize(torch.promote_types(dtype, torch.float32)).to(target.device).requires_grad_(False)
+    mapper = (
+        mapper.dequantize(torch.promote_types(dtype, torch.float32)).to(input_device(target)).requires_grad_(False)
+    )
     layers = {i: _Layer(i, part, mapper) for i, part in enumerate(mapper.layers) if isinstance(part, ResidualMLPMap)}
     if not layers:
         raise ValueError(f"Mapper {mapper.name} has no map of kind 'residual_mlp': fit it with that kind.")
@@ -107,17 +110,20 @@ def train_residuals(
     if target_tokenizer is not None:
         cut = round_trips(cut, {"source": source_tokenizer, "target": target_tokenizer})
     batches = list(states.batches(cut, batch_size, held_out_every))
-    held_out = next((batch for is_held_out, batch in batches if is_held_out), None)
-    if held_out is None:
+    held_out = [text for is_held_out, batch in batches if is_held_out for text in batch]
+    train = [batch for is_held_out, batch in batches if not is_held_out]
+    if not held_out or not train:
         raise CalibrationError(
             f"The `texts` are fewer than `held_out_every={held_out_every}`, none is held out: give more, or lower it."
         )
-    watched = states.read(held_out)
+    # Of all lengths, by which batches are sorted.
+    count = min(batch_size, len(held_out))
+    watched = states.read([held_out[i * len(held_out) // count] for i in range(count)])
+    random.Random(seed).shuffle(train)
     for layer in layers.values():
         layer.look(watched)
 
     optimizer = torch.optim.Adam([p for layer in layers.values() for p in layer.parameters], lr=learning_rate)
-    train = [batch for is_held_out, batch in batches if not is_held_out]
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(1, len(train)))
     generator = torch.Generator().manual_seed(seed)
     num_rows = 0
@@ -157,7 +163,8 @@ class _Layer:
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         self.before = self.best = float("inf")
-        self._best: list[torch.Tensor] | None = None  # none yet is better than the linear part alone
+        # None yet is better than the linear part alone, unless the MLP was trained before.
+        self._best = [p.detach().clone() for p in self.parameters] if layer_map.up.any() else None
 
     def loss(self, rows: Mapping) -> torch.Tensor:
         """What is left of the variance of keys and of values, mean of the two."""
@@ -197,5 +204,5 @@ def _parts(rows: Mapping, passes: int, generator: torch.Generator) -> Iterator[d
     """Random parts of some rows, each row once in a pass."""
     num_rows = len(next(iter(rows.values())))
     for _ in range(passes):
-        for index in torch.randperm(num_rows, generator=generator).split(_ROWS):
+        for index in torch.randperm(num_rows, generator=generator).chunk(-(-num_rows // _ROWS)):  # of equal size
             yield {name: block[index.to(block.device)] for name, block in rows.items()}

@@ -109,7 +109,9 @@ def solve_layer(spec: dict[str, Any], problem: LayerProblem, strengths: Sequence
     else:
         tensors = {"weight": fit.weight.T, "bias": fit.bias}
         if spec["kind"] == "residual_mlp":
-            tensors |= {"feature_mean": train.mean_x, "feature_scale": train.feature_scale()}
+            scale = train.feature_scale()
+            # What hardly varies is not blown up, and its rounding with it.
+            tensors |= {"feature_mean": train.mean_x, "feature_scale": scale.clamp(min=1e-3 * scale.median())}
     return Solution(spec, tensors, fit.strengths)
 
 

@@ -1,6 +1,7 @@
 """How far a training has come, in memory and on disk."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,17 @@ class TrainingState:
             self._load(self._path)
 
     def look(self, score: float) -> None:
-        """Note a held-out score, the smaller the better, and keep the parameters if none was better."""
+        """
+        Note a held-out score, the smaller the better, and keep the parameters if none was better.
+
+        Raises:
+            `CalibrationError`: the score is NaN or infinite.
+        """
+        if not math.isfinite(score):
+            raise CalibrationError(
+                f"The held-out divergence is {score} after {self.num_steps} steps. Load both models in float32 or "
+                "bfloat16, or lower `learning_rate`."
+            )
         self.history.append([self.num_steps, round(score, 5)])
         if score < self.best_score:
             self.best_score = score
@@ -107,3 +118,4 @@ class TrainingState:
         """The training is done: delete the file."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".unfinished").unlink(missing_ok=True)

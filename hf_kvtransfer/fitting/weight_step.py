@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ..maps.residual_mlp import ResidualMLPMap
 from ..maps.storage import matrices
 
 
@@ -64,7 +65,11 @@ def train_in_steps(
         # What a matrix does not share with the map as a whole, a waist, is told by the size of its weights.
         from_outputs, from_inputs = out_features == output_scale.shape[-1], in_features == feature_scale.shape[-1]
         row = output_scale[..., None] if from_outputs else rows / rows.mean().clamp(min=1e-12)
-        column = 1 / feature_scale[..., None, :] if from_inputs else _or_ones(columns / columns.mean())
+        # An MLP reads features that are standardised already.
+        inputs = (
+            torch.ones_like(feature_scale) if isinstance(module, ResidualMLPMap) and name == "down" else feature_scale
+        )
+        column = 1 / inputs[..., None, :] if from_inputs else _or_ones(columns / columns.mean())
         size = (row * column / in_features).expand_as(weight).contiguous()
         parametrize.register_parametrization(module, name, WeightStep(weight, size))
         parametrizations: Any = module.parametrizations

@@ -61,18 +61,20 @@ def build_layer_map(
     layer_map = LAYER_MAPS[kind]
     known = [i for i, layer in enumerate(source.layers) if layer is not None]
     if "source_layers" in layer_map.spec_fields and not (
-        isinstance(source_layers, list | tuple) and source_layers and all(i in known for i in source_layers)
+        isinstance(source_layers, list | tuple)
+        and source_layers
+        and all(type(i) is int and i in known for i in source_layers)
     ):
         raise MapperFormatError(
             f"Layer {layer_idx} of the mapper reads source layers {source_layers}, but the source caches layers "
-            f"{known[0]} to {known[-1]}. The mapper's config.json is damaged: download it again."
+            f"{known}. The mapper's config.json is damaged: download it again."
         )
     try:
         # What is not known cannot be left out: it may change what the map computes.
         if unknown := sorted(spec.keys() - {"kind", *layer_map.spec_fields}):
             raise ValueError(f"unknown fields {unknown}")
         built = layer_map.from_spec(spec, source, target.layers[layer_idx], token_features)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:  # torch: no such size
         problem = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise MapperFormatError(
             f"Layer {layer_idx} of the mapper, of kind {kind!r}, cannot be built: {problem}. The mapper's config.json "

@@ -39,8 +39,9 @@ class QuantizedWeight(nn.Module):
     def __init__(self, shape: torch.Size, bits: int, group_size: int):
         super().__init__()
         check_storage(bits, group_size)
-        self.shape, self.bits, self.group_size = torch.Size(shape), bits, group_size
         *batch, out_features, in_features = shape
+        group_size = min(group_size, max(in_features, 1))  # a row has no more
+        self.shape, self.bits, self.group_size = torch.Size(shape), bits, group_size
         num_groups = -(-in_features // group_size)
         # The first half of the codes in the low four bits, the second in the high ones: no row is padded.
         codes = torch.zeros(shape, dtype=torch.int8) if bits == 8 else _pack(torch.zeros(shape, dtype=torch.int8))
@@ -61,10 +62,11 @@ class QuantizedWeight(nn.Module):
         check_storage(bits, group_size)
         with torch.device("meta"):
             quantized = cls(weight.shape, bits, group_size)
+        group_size = quantized.group_size
         largest = LARGEST_CODE[bits]
         weight = weight.float()
-        norms = weight.norm(dim=-2)
-        norms = norms.masked_fill(norms == 0, 1).bfloat16()
+        norms = weight.norm(dim=-2).bfloat16()
+        norms = norms.masked_fill(norms == 0, 1)
         weight = weight / norms.float()[..., None, :]
         groups = pad(weight, (0, -weight.shape[-1] % group_size)).unflatten(-1, (-1, group_size))
         scales = (groups.abs().amax(-1) / largest).bfloat16()
