@@ -1,6 +1,7 @@
 """One request: a source's keys and values, a mapper and a target, bound and checked. Knows both models."""
 
 import copy
+import threading
 import time
 from typing import Any
 
@@ -122,6 +123,7 @@ class Translation:
         self.num_sinks = min(sink_tokens, self.length - int(self._first_token.max())) if self.length else 0
         self._sinks = self._read_sinks()
         self._native: NativeStates | None = None
+        self._reading = threading.Lock()
         self._embeddings: torch.Tensor | None = None
         self.layer_seconds: dict[int, float] = {}
 
@@ -283,10 +285,11 @@ class Translation:
 
     def _read_native_layers(self, num_layers: int) -> NativeStates:
         """Let the target's first layers read the context, once."""
-        if self._native is None:
-            self._native = read_first_layers(
-                self.target, self.input_ids, self.attention_mask, self.position_ids, num_layers=num_layers
-            )
+        with self._reading:  # copies of a cache, in threads of their own, share it
+            if self._native is None:
+                self._native = read_first_layers(
+                    self.target, self.input_ids, self.attention_mask, self.position_ids, num_layers=num_layers
+                )
         # Here and not where it is read: before the first layer is used, the target can still read the context itself.
         check_token_features(self.mapper, self.target, self._native.hidden_states.shape[-1])
         return self._native

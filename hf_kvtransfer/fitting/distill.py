@@ -86,7 +86,8 @@ def distill_mapper(
         learning_rate (`float`, *optional*, defaults to 0.01):
             The largest change of an output's scale in one step, relative to it. Other parameters follow.
         held_out_texts (`int`, *optional*, defaults to 8):
-            Texts that are not trained on, at even distances.
+            Texts that are not trained on here, at even distances. If the mapper was fitted on them, the divergence on
+            them is lower than on others, before and after.
         evaluate_every (`int`, *optional*, defaults to 25):
             Steps from one look at the held-out texts to the next.
         checkpoint (`str` or `Path`, *optional*):

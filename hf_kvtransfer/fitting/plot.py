@@ -11,7 +11,8 @@ _CELL = 0.22
 
 def plot_selection(config: KVMapperConfig) -> Any:
     """
-    Draw which source layers each target layer reads, with what that explains and what it takes beside it.
+    Draw which source layers each target layer reads, with what that explains and what it takes beside it, as
+    [`fit_mapper`] left it.
 
     Args:
         config ([`KVMapperConfig`]):

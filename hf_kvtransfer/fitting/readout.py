@@ -80,7 +80,8 @@ def calibrate_readout(
         passes (`int`, *optional*, defaults to 3):
             Groups of layers, and passes over the texts. 1 calibrates all layers at once.
         held_out_every (`int`, *optional*, defaults to 10):
-            Each how-manieth text is held out, to choose ridge strengths on.
+            Each how-manieth text is held out, to choose ridge strengths on. If the mapper was fitted on them, errors
+            on them are lower than on others, before and after.
         ridge_strengths (`Sequence[float]`, *optional*):
             Candidates, from the strongest down. A head is left as it is where none of them lowers its held-out error.
         seed (`int`, *optional*, defaults to 0):
