@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .compat import read_into_cache, unwrap
 from .errors import UnsupportedModelError
-from .offloading import unchanged_offloading
+from .offloading import ForwardEnded, unchanged_offloading
 from .probe import probe_model
 
 
@@ -136,7 +136,7 @@ def read_first_layers(
                 attention_mask=attention_mask if padded else None,
                 position_ids=position_ids,
             )
-    except _AllRead:
+    except ForwardEnded:
         pass
     else:
         raise UnsupportedModelError(
@@ -150,10 +150,6 @@ def read_first_layers(
     )
 
 
-class _AllRead(BaseException):
-    """Ends a forward pass. No `Exception`: nothing on the way may take it for a failure and do things another way."""
-
-
 class _CacheUpTo(DynamicCache):
     """A cache that ends the forward pass as soon as it has the keys and values of a layer."""
 
@@ -164,7 +160,7 @@ class _CacheUpTo(DynamicCache):
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self.last_layer:
-            raise _AllRead
+            raise ForwardEnded
         return states
 
 

@@ -30,6 +30,10 @@ def unchanged_offloading(model: nn.Module) -> Iterator[None]:
                 hook.post_forward(module, None)
 
 
+class ForwardEnded(BaseException):
+    """Ends a forward pass. No `Exception`: nothing on the way may take it for a failure and do things another way."""
+
+
 def _hooks(module: nn.Module) -> list[Any]:
     """Those of a module's hooks that offload its weights."""
     hook = getattr(module, "_hf_hook", None)

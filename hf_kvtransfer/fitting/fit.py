@@ -21,7 +21,6 @@ from .budget import Budget
 from .checkpoint import Checkpoint
 from .costs import MapPlan
 from .ridge import RIDGE_STRENGTHS
-from .round_trip import round_trips
 from .solve import LayerProblem, affine_part, solve_layer
 from .stages import LayerSums, Reading, check_enough_text, choose_layers, take_tokens
 from .states import PairedStates
@@ -201,10 +200,7 @@ def fit_mapper(
     kept = Checkpoint(None if checkpoint is None else Path(checkpoint), keeping or {})
     reading = Reading(states, batch_size, held_out_every, kept)
 
-    cut = (states.cut(text)[0] for text in calibration_texts(texts, target_tokenizer, seed))
-    sides = {"source": source_tokenizer, "target": target_tokenizer}
-    whole = cut if target_tokenizer is None else round_trips(cut, sides)
-    stream = take_tokens(states, whole, max_tokens)
+    stream = take_tokens(states, states.whole(calibration_texts(texts, target_tokenizer, seed)), max_tokens)
     first_texts: list = []
     source_layers = [i for i, layer in enumerate(geometries[0].layers) if layer is not None]
     wanted = NUM_SOURCE_LAYERS if num_source_layers is None else num_source_layers

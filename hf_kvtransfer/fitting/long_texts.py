@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..spans import encode_with_spans
-from .round_trip import round_trips
 from .states import PairedStates
 
 
@@ -25,11 +24,9 @@ def long_texts(reader: PairedStates, texts: Iterable, min_length: int) -> list[t
     Raises:
         `CalibrationError`: texts of the wrong kind, or more than a tenth that a tokenizer cannot read.
     """
-    cut: Iterable[Any] = (reader.cut(text)[0] for text in texts)
-    tokenizer = reader.target_tokenizer
+    whole, tokenizer = reader.whole(texts), reader.target_tokenizer
     if tokenizer is None:
-        return [(ids, ids) for ids in cut if len(ids) >= min_length]
-    whole = round_trips(cut, {"source": reader.source_tokenizer, "target": tokenizer})
+        return [(ids, ids) for ids in whole if len(ids) >= min_length]
     # Counted anew: what was cut off may have been part of a token.
     encoded = ((text, encode_with_spans(tokenizer, text)[0]) for text in whole)
     return [(text, torch.tensor(ids)) for text, ids in encoded if len(ids) >= min_length]

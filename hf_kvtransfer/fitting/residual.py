@@ -4,7 +4,6 @@ import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from ..mapper import KVMapper
 from ..maps.linear import LinearMap
 from ..maps.residual_mlp import ResidualMLPMap
 from .arguments import check_numbers
-from .round_trip import round_trips
 from .states import TOKENS, PairedStates
 from .text import calibration_texts
 
@@ -106,10 +104,8 @@ def train_residuals(
         max_length,
         mapper.config.native_layers,
     )
-    cut: Iterable[Any] = (states.cut(text)[0] for text in calibration_texts(texts, target_tokenizer, seed))
-    if target_tokenizer is not None:
-        cut = round_trips(cut, {"source": source_tokenizer, "target": target_tokenizer})
-    batches = list(states.batches(cut, batch_size, held_out_every))
+    whole = states.whole(calibration_texts(texts, target_tokenizer, seed))
+    batches = list(states.batches(whole, batch_size, held_out_every))
     held_out = [text for is_held_out, batch in batches if is_held_out for text in batch]
     train = [batch for is_held_out, batch in batches if not is_held_out]
     if not held_out or not train:

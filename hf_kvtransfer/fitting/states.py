@@ -13,6 +13,7 @@ from ..native_states import AttentionInput
 from ..padding import pad_rows
 from ..source import SourceKV
 from ..spans import encode_with_spans
+from .round_trip import round_trips
 
 
 # Batches are filled with texts of similar length out of this many batches, so that little is computed for padding.
@@ -111,6 +112,13 @@ class PairedStates:
         if len(ids) > self.max_length:
             return text[: spans[self.max_length - 1][1]], self.max_length
         return text, len(ids)
+
+    def whole(self, texts: Iterable) -> Iterator:
+        """Texts cut to `max_length`, without those that a tokenizer cannot read, see [`round_trips`]."""
+        cut = (self.cut(text)[0] for text in texts)
+        if self.target_tokenizer is None:
+            return cut
+        return round_trips(cut, {"source": self.source_tokenizer, "target": self.target_tokenizer})
 
     def read(self, batch: list) -> dict:
         """

@@ -12,7 +12,7 @@ from transformers.masking_utils import eager_mask
 
 from ..compat import read_into_cache, unwrap
 from ..errors import UnsupportedModelError
-from ..offloading import unchanged_offloading
+from ..offloading import ForwardEnded, unchanged_offloading
 from ..probe import probe_model
 
 
@@ -161,17 +161,13 @@ class WrittenOutAttention:
             if layer_idx in layers:
                 hear(layer_idx, weights, output)
             if layer_idx is not None and layer_idx == stop_behind:
-                raise _Heard
+                raise ForwardEnded
 
         token = _LISTENER.set(listener)
         try:
             with unchanged_offloading(self._model):
                 yield
-        except _Heard:
+        except ForwardEnded:
             pass
         finally:
             _LISTENER.reset(token)
-
-
-class _Heard(BaseException):
-    """Ends a forward pass. No `Exception`: nothing on the way may take it for a failure and do things another way."""
