@@ -5,13 +5,35 @@ RUN = $(VENV)/bin/python
 # Two torch processes that share cores stall each other when their idle threads spin.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test quality style clean
+# transformers_torch: the floors, the first transformers whose `prefill_chunk_size` can be used, and what is newest.
+MATRIX ?= 5.18_2.9 5.22_2.9 newest_newest
+MATRIX_TESTS ?= tests
+
+.PHONY: demo test test-matrix generation-table quality style clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/quickstart.py
 
 test: quality
 	$(RUN) -m pytest -q
+
+# In each environment pip installs what these versions allow, not what constraints.txt pins.
+test-matrix: $(addprefix matrix-,$(MATRIX))
+
+matrix-%: .venv-matrix/%/installed
+	.venv-matrix/$*/bin/python -m pytest -q $(MATRIX_TESTS)
+
+.PRECIOUS: .venv-matrix/%/installed
+.venv-matrix/%/installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade --editable '.[demo,dev]' \
+		$(call release,transformers,$(word 1,$(subst _, ,$*))) $(call release,torch,$(word 2,$(subst _, ,$*)))
+	touch $@
+
+release = '$(1)$(if $(filter-out newest,$(2)),==$(2).*)'
+
+generation-table: $(VENV)/installed
+	$(RUN) -m pytest -q tests/generation --deselect tests/generation/test_table.py --write-table docs/generation.md
 
 quality: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -28,4 +50,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-matrix build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .fidelity.report import FidelityReport
     from .fidelity.shadow import ShadowTransfer
     from .fitting import calibrate_readout, distill_mapper, fit_mapper, train_residuals
+    from .generation import generate
     from .geometry import KVGeometry
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
@@ -65,6 +66,7 @@ __all__ = [
     "distill_mapper",
     "evaluate_mapper",
     "fit_mapper",
+    "generate",
     "train_residuals",
 ]
 
@@ -85,6 +87,7 @@ _MODULES = {
     "distill_mapper": ".fitting",
     "evaluate_mapper": ".fidelity.evaluate",
     "fit_mapper": ".fitting",
+    "generate": ".generation",
     "train_residuals": ".fitting",
 }
 

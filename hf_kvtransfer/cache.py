@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from .compat import cache_argument
-from .errors import BatchMismatchError, EvidenceError, PrefixMismatchError, RefusedError
+from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
 from .fidelity.gate import FidelityGate
 from .fidelity.probe_band import ProbeBand, ProbeResult
 from .fidelity.tail_reading import read_tail
+from .guarded_cache import GuardedCache
 from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
 from .mapper import KVMapper
 from .source import SourceKV
@@ -24,7 +24,7 @@ from .translation import Translation, check_not_negative
 logger = logging.get_logger(__name__)
 
 
-class TranslatedCache(DynamicCache):
+class TranslatedCache(GuardedCache):
     """
     A cache for a target model, translated layer by layer from a source model's when the target first asks.
 
@@ -108,9 +108,7 @@ class TranslatedCache(DynamicCache):
             raise ValueError(
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
-        super().__init__(config=target.config)
-        self._argument = cache_argument(target)
-        self._cache_implementation = getattr(target.generation_config, "cache_implementation", None)
+        super().__init__(target)
         self._on_refusal = on_refusal
         # Layers as they were before this forward pass, to go back to if a later one fails. Updates replace tensors.
         self._before: dict[int, tuple[type, dict[str, Any]]] = {}
@@ -148,7 +146,6 @@ class TranslatedCache(DynamicCache):
         except Exception as error:
             if on_refusal == "raise":
                 raise
-            self._forget()
             self._refuse(_describe(error))
             return
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
@@ -173,6 +170,8 @@ class TranslatedCache(DynamicCache):
         try:
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except BaseException as error:
+            if "pending" in attributes:
+                error.add_note(str(attributes["pending"]))
             # What native layers have given in this pass is what a prefill gives: it may stay.
             exact = -1 if self.report.native_layers is None else self.report.native_layers
             used, self._before = self._before, {layer_idx: (cls, attributes)}
@@ -229,11 +228,6 @@ class TranslatedCache(DynamicCache):
             layer.pending.translator = native
         self._refuse(failure)
 
-    def _forget(self) -> None:
-        """Stand for no tokens of a translation."""
-        self.input_ids = torch.empty(0, 0, dtype=torch.long)
-        self.attention_mask = self.input_ids
-
     def reset(self) -> None:
         super().reset()
         self._forget()
@@ -251,55 +245,40 @@ class TranslatedCache(DynamicCache):
         )
         logger.warning(str(self.report))
 
-    def prepare(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """
-        Check a prompt against what the cache stands for.
+    def _give_up(self, error: KVTransferError) -> None:
+        if self._on_refusal == "raise":
+            raise error
+        self.reset()
+        self._refuse(_describe(error))
 
-        Args:
-            inputs (`dict[str, torch.Tensor]`):
-                What the target's tokenizer returned for the whole prompt, left-padded: `input_ids` and
-                `attention_mask`, `[batch, tokens]`.
+    def _keep(self, columns: int, difference: str | None) -> None:
+        report = self.report
+        # What was read after the translation goes first.
+        translated = min(int(self.attention_mask[:, :columns].sum()) - report.native_tokens, report.translated_tokens)
+        if self.is_translation and translated <= 0:
+            why = difference or f"of its {columns + 1} tokens the last is to be read"
+            return self._give_up(
+                PrefixMismatchError(
+                    f"The prompt begins with nothing that was translated: {why}. Start it with the context that the "
+                    "source has read (left-padded), or pass it as `input_ids` when making the cache."
+                )
+            )
+        if difference is not None:
+            logger.warning(f"{columns} tokens of the translated cache are kept: {difference}.")
+        super()._keep(columns, difference)
+        if self.is_translation:
+            lost = report.translated_tokens - translated
+            self.report = dataclasses.replace(
+                report, translated_tokens=translated, held_back_tokens=report.held_back_tokens + lost
+            )
 
-        Returns:
-            `dict`: Arguments for `generate`, the cache among them; also `cache_implementation=None` for a checkpoint
-            whose generation config asks for another kind of cache, with which `generate` takes none.
-
-        Raises:
-            `PrefixMismatchError`: the prompt does not start with [`TranslatedCache.input_ids`], or ends with them.
-            `BatchMismatchError`: it has another number of rows.
-        """
-        input_ids = torch.as_tensor(inputs["input_ids"])
-        mask = inputs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else torch.as_tensor(mask)
-        length = self.get_seq_length()
-        arguments = {**inputs, self._argument: self}
-        if self._cache_implementation is not None:
-            arguments["cache_implementation"] = None
-        # What has been read since, by `generate`, is not known here.
-        checked = min(length, self.input_ids.shape[1])
-        if not checked:
-            return arguments
-        if len(input_ids) != len(self.input_ids):
-            raise BatchMismatchError(
-                f"The prompt has {len(input_ids)} rows, the translated cache {len(self.input_ids)}. Pass one prompt "
-                "for each row that the source has read."
-            )
-        if input_ids.shape[1] <= length:
-            raise PrefixMismatchError(
-                f"The prompt has {input_ids.shape[1]} tokens, the translated cache already stands for {length}: at "
-                "least one token must be left to read. Append to the prompt, or call `cache.crop(-1)`."
-            )
-        known = self.attention_mask[:, :checked].bool()
-        found, expected = input_ids[:, :checked].cpu(), self.input_ids[:, :checked]
-        differs = (mask[:, :checked].cpu().bool() != known) | (known & (found != expected))
-        if differs.any():
-            row, column = differs.nonzero()[0].tolist()
-            raise PrefixMismatchError(
-                f"Row {row} of the prompt has token {found[row, column].item()} at column {column}, the translated "
-                f"cache stands for token {expected[row, column].item()} there. Start each prompt with the context "
-                "that the source has read (left-padded), or pass the prompt as `input_ids` when making the cache."
-            )
-        return arguments
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: keys and values, and nothing of the models that they are from."""
+        for layer in self.layers:
+            if isinstance(layer, PendingLayer):
+                layer.materialize_unasked()
+        self._before.clear()
+        return dict(vars(self))
 
 
 def _probe(
@@ -327,4 +306,5 @@ def _probe(
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    text, notes = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
+    return " ".join([text.rstrip(".") + ".", *notes]) if notes else text

@@ -20,6 +20,9 @@ class LayerTranslator(Protocol):
     @property
     def batch_size(self) -> int: ...
 
+    @property
+    def description(self) -> str: ...
+
     def layer(
         self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -50,6 +53,9 @@ class Pending:
     layer_idx: int
     length: int
     rows: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"While layer {self.layer_idx} was translated, {self.length} tokens: {self.translator.description}."
 
 
 class PendingLayer(CacheLayerMixin):
@@ -98,11 +104,7 @@ class PendingLayer(CacheLayerMixin):
         start = 0
         if self.is_sliding and not self.record_past:
             start = max(0, pending.length - self.sliding_window + 1)  # what lies before is never attended again
-        try:
-            keys, values = pending.translator.layer(pending.layer_idx, start, pending.length, device, dtype)
-        except Exception as error:
-            error.add_note(f"While translating layer {pending.layer_idx}, tokens {start} to {pending.length}.")
-            raise
+        keys, values = pending.translator.layer(pending.layer_idx, start, pending.length, device, dtype)
         if len(rows) != len(keys) or (rows != torch.arange(len(rows))).any():
             keys, values = keys[rows.to(device)], values[rows.to(device)]
         self._become_stock()
@@ -117,16 +119,22 @@ class PendingLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor:
-        self._materialize_unasked()
+        self.materialize_unasked()
         return self.keys
 
     @property
     def values(self) -> torch.Tensor:
-        self._materialize_unasked()
+        self.materialize_unasked()
         return self.values
 
-    def _materialize_unasked(self) -> None:
-        self.materialize(*self.pending.translator.default_placement)
+    def materialize_unasked(self) -> None:
+        """Translate for whoever looks at the layer before the target has used it."""
+        pending = self.pending
+        try:
+            self.materialize(*pending.translator.default_placement)
+        except Exception as error:
+            error.add_note(str(pending))
+            raise
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         self.materialize(key_states.device, key_states.dtype, key_states.shape[0])
@@ -222,6 +230,10 @@ class FilledTranslator:
     @property
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
         return self.translator.default_placement
+
+    @property
+    def description(self) -> str:
+        return self.translator.description
 
     def prefill(self) -> DynamicCache:
         return self.translator.prefill()

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import TokenAlignment, align_tokens
-from .compat import input_device, read_into_cache, unwrap
+from .compat import input_device, model_name, read_into_cache, unwrap
 from .errors import (
     AlignmentError,
     BatchMismatchError,
@@ -84,8 +84,8 @@ class Translation:
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens)
         self.source_kv, self.mapper, self.target = source_kv, mapper, target
         self.geometry = KVGeometry.from_model(target)
+        rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
         check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
-        rotary = Rotary.from_model(target)
 
         rows, alignments = self._align(target_tokenizer, input_ids, attention_mask)
         all_ids, mask = pad_rows(rows)
@@ -139,6 +139,14 @@ class Translation:
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype for whoever reads a layer before the target has asked for it."""
         return input_device(self.target), self.target.dtype
+
+    @property
+    def description(self) -> str:
+        """Mapper, models and what these cache, for messages."""
+        return (
+            f"mapper {self.mapper.name}, from {self.source_kv.identity.name} "
+            f"({self.source_kv.geometry.describe()}) to {model_name(self.target)} ({self.geometry.describe()})"
+        )
 
     def with_mapper(self, mapper: KVMapper) -> "Translation":
         """

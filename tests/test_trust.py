@@ -276,7 +276,9 @@ def test_an_error_before_the_first_layer_is_used(source, target, mapper, context
     output = target.generate(context, **options, **{cache_argument(target): cache})
     assert torch.equal(output, target.generate(context, **options))
     assert cache.report.outcome == "recomputed"
-    assert cache.report.reasons == ("RuntimeError: out of memory",)
+    (reason,) = cache.report.reasons
+    assert reason.startswith("RuntimeError: out of memory. While layer 0 was translated")
+    assert f"mapper {mapper.name}, from" in reason
     assert cache.report.translated_tokens == 0
     assert cache.report.native_tokens == CONTEXT - 1
 
@@ -362,11 +364,11 @@ def test_a_second_turn(source, target, mapper, context):
     question = random_ids(target, 1, 5, seed=3)
     for gate in (FidelityGate(), FidelityGate(min_agreement=1, max_control=-1)):
         cache = TranslatedCache(read(source, context), mapper, target, gate=gate)
-        prompt = context
+        prompt, output = context, None
         for _ in range(2):
             prompt = torch.cat([prompt, question], 1)
             inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-            output = target.generate(**cache.prepare(inputs), max_new_tokens=4, do_sample=False)
+            output = target.generate(**cache.prepare(inputs, sequences=output), max_new_tokens=4, do_sample=False)
             assert torch.equal(output, target.generate(**inputs, max_new_tokens=4, do_sample=False))
             prompt = output
 

@@ -116,8 +116,8 @@ def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
     ]
     mapper = KVMapper(KVMapperConfig(source=side, target=side, layers=layers, sink_tokens=sink_tokens))
     with torch.no_grad():
-        for layer in mapper.layers:
-            nn.init.eye_(layer.weight)
+        for i in mapper.config.mapped_layers:
+            nn.init.eye_(mapper.layers[i].weight)
     return mapper.eval()
 
 
