@@ -44,6 +44,7 @@ def pieces(draw, length):
     return spans
 
 
+# NVIDIA/TensorRT-LLM#18389
 @settings(deadline=None, max_examples=80, derandomize=True)
 @given(data=st.data())
 def test_matches_a_token_by_token_reference(data):
@@ -85,6 +86,7 @@ def test_a_tokenizer_is_aligned_with_itself(tokenizers, name):
     assert align(tokenizers[name], text, tokenizers[name], text)[0].is_identity or name == "unigram"
 
 
+# NVIDIA/TensorRT-LLM#18389
 @pytest.mark.parametrize("source", ["bpe", "unigram", "wordpiece"])
 @pytest.mark.parametrize("target", ["bpe", "unigram", "wordpiece"])
 def test_a_cut_source_speaks_for_no_token_behind_the_cut(tokenizers, source, target):
@@ -138,6 +140,7 @@ def test_normalized_text_keeps_its_own_characters(tokenizers):
     ]
 
 
+# guoqingbao/xinfer#277
 def test_templates_around_the_same_contents(tokenizers):
     turns = [SENTENCES[0], SENTENCES[4], "Tell me more about the silt, please."]
     source_text = "".join(f"<|im_start|>user\n{turn}<|im_end|>\n" for turn in turns)
@@ -204,6 +207,7 @@ def test_character_spans_of_ids(tokenizers, name):
             assert decoded == text or (name == "unigram" and (text in TEXTS))
 
 
+# raullenchai/Rapid-MLX#1449, mlc-ai/mlc-llm#3179
 def test_character_spans_of_sampled_ids(tokenizers):
     tokenizer = tokenizers["bpe"]
     text = "The farmers 🎉 wait<|im_end|>\n日本語 👩‍👩‍👧 " * 4

@@ -88,12 +88,14 @@ def test_generates_as_native_and_translates_each_layer_once(model, mapper, calls
     assert {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
+# NVIDIA/kvpress#134, transformers#37906
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 32, 33])
 def test_short_contexts(gemma, length):
     ids = random_ids(gemma, 1, length)
     assert_native(gemma, ids, translated(gemma, ids))
 
 
+# transformers#29419, transformers#3095, transformers#3021
 def test_the_prompt_may_be_given_with_rows_that_go_on_at_different_places(gemma):
     """Rows of a left-padded prompt whose contexts end in different columns."""
     contexts, questions = (20, 31), (9, 3)
@@ -111,6 +113,7 @@ def test_the_prompt_may_be_given_with_rows_that_go_on_at_different_places(gemma)
     assert_native(gemma, prompt, cache, attention_mask=mask)
 
 
+# transformers#39711, transformers#40039
 def test_lengths_masks_and_edits_need_no_translation(gemma, calls):
     ids = random_ids(gemma, 2, LENGTH)
     stock = DynamicCache(config=gemma.config)
@@ -134,6 +137,7 @@ def test_lengths_masks_and_edits_need_no_translation(gemma, calls):
     assert_native(gemma, ids[[1, 0]], twin)
 
 
+# transformers#32159, transformers#24841
 def test_copies_are_independent_and_share_the_mapper(gemma, calls):
     ids = random_ids(gemma, 1, LENGTH)
     mapper = identity_mapper(gemma)
@@ -175,6 +179,7 @@ def test_layers_that_share_keys_and_values_are_left_to_their_owners(calls):
     assert calls == [0, 1]
 
 
+# transformers#38156
 def test_a_window_holds_what_it_can_still_see(gemma):
     ids = random_ids(gemma, 1, LENGTH)
     cache = translated(gemma, ids)
@@ -194,6 +199,7 @@ def test_past_recording_keeps_every_token_for_rollbacks(gemma):
     assert_native(gemma, ids, cache)
 
 
+# transformers#25420, transformers#30019, TransformerLens#1260, transformers#26836
 def test_dtype_comes_from_the_target(model, mapper):
     half = copy.deepcopy(model).to(torch.bfloat16)
     ids = random_ids(model, 1, LENGTH)
@@ -241,6 +247,7 @@ def test_a_prompt_that_is_another_text(gemma):
         translated(gemma, ids, input_ids=random_ids(gemma, 2, LENGTH, seed=11))
 
 
+# Mesh-LLM#1652
 def test_a_translation_is_no_source(gemma):
     ids = random_ids(gemma, 1, LENGTH)
     cache = translated(gemma, ids)
@@ -248,6 +255,7 @@ def test_a_translation_is_no_source(gemma):
         SourceKV.from_cache(cache, gemma, ids[:, :-1])
 
 
+# MemTensor/MemOS#2301
 def test_a_plain_cache_with_its_model_and_ids_is_a_source(model, mapper):
     ids = random_ids(model, 1, 25)
     cache = DynamicCache()

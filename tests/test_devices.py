@@ -12,6 +12,7 @@ from hf_kvtransfer.compat import cache_argument
 from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
 
 
+# transformers#32624, transformers#33147, transformers#33303, transformers#28051, huggingface/peft#2189
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_target_with_layers_on_disk(family, tmp_path):
     model = tiny_model(family)

@@ -23,6 +23,7 @@ def build(config):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+# LMCache#688, vllm#2622, NVIDIA/Model-Optimizer#2482, NVIDIA/kvpress#213
 def test_head_dim_is_read_from_the_keys():
     geometry = KVGeometry.from_model(build(LlamaConfig(**SMALL)))
     assert geometry == KVGeometry((LayerGeometry(2, 24, 24, None),) * 3)

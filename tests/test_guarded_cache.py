@@ -78,6 +78,7 @@ def test_a_cache_as_long_as_the_prompt_or_longer(llama, ids, prompt_length):
     assert cache.report.outcome == "translated"
 
 
+# transformers#35707
 def test_embeddings_as_many_as_the_cache(llama, ids):
     cache = translated(llama, ids[:, :CONTEXT], tail_tokens=0)
     embeddings = llama.get_input_embeddings()(ids[:, :CONTEXT]).detach()
@@ -88,7 +89,7 @@ def test_embeddings_as_many_as_the_cache(llama, ids):
     assert torch.equal(found, generate(llama, ids[:, :CONTEXT])[0][:, CONTEXT : CONTEXT + 3])
 
 
-# ml-explore/mlx-lm#138, kubernetes-sigs/inference-perf#491, huggingface-llama-recipes#79
+# kubernetes-sigs/inference-perf#491, ml-explore/mlx-lm#138, huggingface-llama-recipes#79
 @pytest.mark.parametrize("column", [8, 30, CONTEXT - 2])
 def test_a_prompt_that_diverges_is_read_from_there_on(llama, ids, column, caplog):
     prompt = ids.clone()
@@ -167,7 +168,7 @@ def test_a_bos_too_many_or_too_few_after_a_chat_template(llama, tokenizers, wron
     assert expected in cache.report.reasons[0]
 
 
-# mlc-ai/mlc-llm#3179, raullenchai/Rapid-MLX#1449
+# raullenchai/Rapid-MLX#1449, mlc-ai/mlc-llm#3179
 def test_sampled_ids_that_are_tokenized_otherwise_when_read_again(llama, tokenizers):
     tokenizer = tokenizers["bpe"]
     context = tokenizer("What does the delta give the farmers? ", return_tensors="pt").input_ids
@@ -192,7 +193,7 @@ def test_sampled_ids_that_are_tokenized_otherwise_when_read_again(llama, tokeniz
     assert_native(llama, prompt, arguments)
 
 
-# transformers#38727
+# transformers#38727, NVIDIA/kvpress#154
 def test_five_turns(gemma):
     cache = translated(gemma, random_ids(gemma, 1, CONTEXT))
     prompt = torch.cat([random_ids(gemma, 1, CONTEXT), random_ids(gemma, 1, 3, seed=1)], 1)
@@ -280,6 +281,15 @@ def test_with_or_without_a_mask(gemma):
     with_mask = generate(gemma, ids, cache)
     without = generate(gemma, ids, twin, attention_mask=None)
     assert torch.equal(with_mask[1], without[1])
+
+
+# transformers#30108
+def test_generate_returns_the_cache_that_it_was_given(llama, ids):
+    cache = translated(llama, ids[:, :CONTEXT])
+    output = hf_kvtransfer.generate(
+        llama, {"input_ids": ids}, cache, max_new_tokens=2, do_sample=False, return_dict_in_generate=True
+    )
+    assert output[cache_argument(llama)] is cache
 
 
 def test_new_tokens_in_assisted_decoding(llama, ids):

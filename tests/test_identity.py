@@ -230,6 +230,7 @@ class TestOffloaded:
             ModelIdentity.from_model(model)
 
 
+# vllm#44250, vllm#30931, LMCache#2961
 # PEFT 0.21 asks transformers 5.24 for it.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 class TestAdapters:

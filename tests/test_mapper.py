@@ -47,6 +47,7 @@ def test_shards(folder, tmp_path):
     )
 
 
+# kv-translator
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_file(copy, name):
     (copy / name).unlink()
@@ -66,6 +67,7 @@ def test_truncated_weights(copy):
         KVMapper.from_pretrained(copy)
 
 
+# kv-translator
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -141,6 +141,7 @@ def error(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+# transformers#24653, transformers#27227, vllm#3488
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_move_to_other_positions(name):
     model = build(name)
@@ -319,6 +320,7 @@ def test_dropout_does_not_disturb_the_probe():
     assert [layer.layout for layer in Rotary.from_model(model).layers] == ["none", "none"]
 
 
+# transformers#25104
 @pytest.mark.parametrize(("name", "length"), [("llama-dynamic", 128), ("phi3-longrope", 64)])
 def test_refuses_length_dependent_embeddings_beyond_their_original_length(name, length):
     model = build(name)
@@ -366,6 +368,7 @@ QWEN3_5 = {
 }
 
 
+# LMCache positional_encoding.py
 @pytest.mark.parametrize(
     ("config", "message"),
     [

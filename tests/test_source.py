@@ -54,6 +54,7 @@ def test_padding_does_not_matter(llama):
         torch.testing.assert_close(batch.key_states(layer_idx)[:, :, 6:], alone.key_states(layer_idx))
 
 
+# transformers#32681
 def test_the_cache_is_copied_and_detached(llama):
     ids = random_ids(llama, 1, 10)
     cache = DynamicCache()
@@ -72,6 +73,7 @@ def test_static_cache_as_a_source(llama):
     torch.testing.assert_close(static.key_states(2), dynamic.key_states(2))
 
 
+# transformers#35168, NVIDIA/kvpress#16
 def test_lost_tokens_are_refused(gemma, llama):
     ids = random_ids(gemma, 1, LENGTH)
     with pytest.raises(SourceCacheError, match=r"Layer 0 .* holds 31 of 45 tokens.*SourceKV.prefill"):
@@ -106,6 +108,7 @@ def test_a_cache_of_another_model_or_batch_is_refused(gemma, llama):
         SourceKV.prefill(llama, None, ids[:, :0])
 
 
+# NVIDIA/kvpress#27
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="fp8 caches came with transformers 5.22")
 def test_quantised_cache_is_refused(llama):
     ids = random_ids(llama, 1, 10)
@@ -113,6 +116,7 @@ def test_quantised_cache_is_refused(llama):
         SourceKV.from_cache(filled(llama, ids, QuantizedCache("fp8", llama.config)), llama, ids)
 
 
+# transformers#25104
 def test_length_dependent_rotary_is_refused_beyond_its_original_length():
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     model = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)

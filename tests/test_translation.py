@@ -83,6 +83,7 @@ def spoken_for(source_spans, spans):
     )
 
 
+# LMCache#2442
 @pytest.mark.parametrize("batch", [1, 2])
 def test_equals_the_map_written_out(pair, mapper, tokenizers, batch):
     source, target = pair
@@ -104,6 +105,7 @@ def test_equals_the_map_written_out(pair, mapper, tokenizers, batch):
                 torch.testing.assert_close(states[row, :, -held:], expected[0, :, -held:], rtol=1e-4, atol=1e-5)
 
 
+# PrefixQuant#3
 def test_the_target_reads_the_first_tokens_itself(pair, mapper, tokenizers):
     source, target = pair
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], TEXTS)
@@ -118,6 +120,7 @@ def test_the_target_reads_the_first_tokens_itself(pair, mapper, tokenizers):
         torch.testing.assert_close(keys, native_keys, rtol=1e-4, atol=1e-5)
 
 
+# guoqingbao/xinfer#277
 def test_a_prompt_that_goes_on_or_is_templated(pair, mapper, tokenizers):
     source, target = pair
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], "<user>" + TEXTS[1] + "<end>")

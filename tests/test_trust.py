@@ -201,12 +201,14 @@ def damaged(folder, tmp_path, change):
     return tmp_path
 
 
+# LMCache#3388, LMCache#4991, LMCache#4600
 def test_a_truncated_file(source, target, folder, context, tmp_path):
     path = damaged(folder, tmp_path, lambda file: file.write_bytes(file.read_bytes()[:-1000]))
     cache = TranslatedCache(read(source, context), path, target)
     assert_answered_natively(target, context, cache, "MapperFormatError")
 
 
+# LMCache#3388, LMCache#4991, LMCache#4600
 def test_one_nan(source, target, folder, context, tmp_path):
     def change(file):
         tensors = load_file(file)
@@ -217,6 +219,7 @@ def test_one_nan(source, target, folder, context, tmp_path):
     assert_answered_natively(target, context, cache, "NaN")
 
 
+# LMCache#3388, LMCache#4991, LMCache#4600
 def test_a_shape_off_by_one(source, target, folder, context, tmp_path):
     def change(file):
         tensors = load_file(file)

@@ -64,6 +64,7 @@ def as_json(report):
     return json.dumps([entries, [row.to_dict() for row in report.results]], sort_keys=True)
 
 
+# transformers#36536, transformers#27040, ggml-org/llama.cpp#7859
 def test_the_figures_are_those_of_the_arms(pair, rows, report):
     _, _, target = pair
     assert set(report.figures["arms"]) == set(ARMS)

@@ -22,6 +22,7 @@ def attention_input(model, input_ids, layer_idx):
     return heard[0]
 
 
+# PrefixQuant#3
 @pytest.mark.parametrize("native_layers", [None, 0, 2])
 def test_token_features(native_layers):
     source, target = tiny_model("llama"), tiny_model("gemma3", seed=1)

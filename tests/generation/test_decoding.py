@@ -15,6 +15,7 @@ from .case import NEW, close
 from .families import build
 
 
+# transformers#37906
 def test_greedy(case):
     case.assert_native(case.prompt, case.translated())
 
@@ -27,10 +28,12 @@ def test_several_samples_of_each_prompt(case):
     case.assert_native(case.prompts[:2], case.translated(2), do_sample=True, num_return_sequences=2)
 
 
+# transformers#27449
 def test_beams(case):
     case.assert_native(case.prompt, case.translated(), num_beams=3)
 
 
+# transformers#11781
 def test_beams_of_a_batch_that_return_several(case):
     case.assert_native(case.prompts[:2], case.translated(2), num_beams=3, num_return_sequences=2)
 
@@ -43,15 +46,18 @@ def test_batch(case):
     case.assert_native(case.prompts, case.translated(3))
 
 
+# transformers#18104
 def test_left_padded_batch(case):
     case.assert_native(case.prompts * case.mask, case.translated(3, padded=True), attention_mask=case.mask)
 
 
+# transformers#35681, transformers#39593
 def test_beams_of_a_left_padded_batch(case):
     options = {"attention_mask": case.mask, "num_beams": 2}
     case.assert_native(case.prompts * case.mask, case.translated(3, padded=True), **options)
 
 
+# unslothai/unsloth#3795, unslothai/unsloth#4078, ndif-team/nnsight#673
 def test_rows_of_a_padded_batch_are_as_alone(case):
     found = case.generate(
         case.prompts * case.mask,
@@ -105,6 +111,7 @@ def test_new_tokens_only(case):
     assert torch.equal(found[:, -NEW:], case.generate(case.prompt)[:, -NEW:])
 
 
+# transformers#35707
 def test_embeddings_in_place_of_ids(case, record_property):
     embeddings = case.model.get_input_embeddings()(case.prompt).detach()
     options = {"inputs_embeds": embeddings, "output_logits": True, "return_dict_in_generate": True}
@@ -163,6 +170,7 @@ def run_once(case, cache, read, ids, **options):
     return output
 
 
+# transformers#31644, transformers#47447
 def test_assisted_decoding(case, assistant):
     cache = case.translated()
     held = cache.get_seq_length()
@@ -171,6 +179,7 @@ def test_assisted_decoding(case, assistant):
     assert cache.report.outcome == "translated"
 
 
+# transformers#31644, transformers#47447
 def test_prompt_lookup_decoding(case):
     cache = case.translated()
     held = cache.get_seq_length()
@@ -178,6 +187,7 @@ def test_prompt_lookup_decoding(case):
     assert read[0] <= case.prompt.shape[1] - held + 2
 
 
+# transformers#31644, transformers#47447
 def test_assisted_decoding_by_plain_generate(case, assistant, record_property):
     cache = TranslatedCache(case.source_kv(1), case.mapper, case.model, gate=hf_kvtransfer.FidelityGate(strict=False))
     case.assert_native(case.prompt, cache, assistant_model=assistant)

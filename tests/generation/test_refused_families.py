@@ -10,12 +10,16 @@ from ..tiny_models import random_ids
 from .case import Case
 
 
+# ml-explore/mlx-lm#980, transformers#46190, ROCm/ATOM#1759, transformers#46439, transformers#46441,
+# transformers#40827
 def test_as_a_source(unsupported, record_property):
     with pytest.raises(UnsupportedModelError, match=type(unsupported).__name__) as info:
         SourceKV.prefill(unsupported, None, random_ids(unsupported, 1, 12))
     record_property("cell", f"refused: {info.value}")
 
 
+# ml-explore/mlx-lm#980, transformers#46190, ROCm/ATOM#1759, transformers#46439, transformers#46441,
+# transformers#40827
 def test_as_a_target(unsupported, record_property):
     llama = Case.of("llama")
     arguments = llama.source_kv(1), llama.mapper, unsupported

@@ -11,6 +11,7 @@ from ..tiny_models import random_ids
 from .case import CONTEXT, NEW
 
 
+# NVIDIA/kvpress#154
 def test_second_turn(case):
     cache = case.translated()
     sequences = hf_kvtransfer.generate(
@@ -28,6 +29,7 @@ def test_second_turn(case):
     assert cache.report.outcome == "translated"
 
 
+# transformers#32159, transformers#24841
 def test_several_questions_on_copies(case):
     cache = case.translated()
     for seed in (3, 4):
@@ -36,6 +38,7 @@ def test_several_questions_on_copies(case):
     assert cache.get_seq_length() == CONTEXT
 
 
+# transformers#47720
 def test_cropping(case):
     cache = case.translated()
     cache.crop(-7)
@@ -51,6 +54,7 @@ def test_going_back_after_use(case):
     case.assert_native(case.prompt, cache)
 
 
+# transformers#48809
 def test_reset(case):
     cache = case.translated()
     cache.reset()
@@ -60,6 +64,7 @@ def test_reset(case):
     case.assert_native(case.prompts[2:], cache)
 
 
+# transformers#36373
 def test_pickling(case):
     sent = pickle.dumps(case.translated(2))
     case.assert_native(case.prompts[:2], pickle.loads(sent))
