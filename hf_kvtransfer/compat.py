@@ -76,8 +76,12 @@ def public_name(model: PreTrainedModel) -> str:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """What `forward` and `generate` call their cache: transformers 5.24 renamed `past_key_values` to `cache`."""
-    return "cache" if "cache" in inspect.signature(unwrap(model).forward).parameters else "past_key_values"
+    """
+    What `forward` and `generate` call their cache: transformers 5.24 renamed `past_key_values`, and `cache_params` of
+    recurrent models, to `cache`.
+    """
+    parameters = inspect.signature(unwrap(model).forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in parameters), "past_key_values")
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

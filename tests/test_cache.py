@@ -228,6 +228,16 @@ def test_a_failing_layer_leaves_a_cache_that_can_be_asked_again(gemma, monkeypat
     assert_native(gemma, ids, cache)
 
 
+def test_a_cache_given_to_another_model_says_whose_it_is(gemma):
+    llama = tiny_model("llama")
+    ids = random_ids(llama, 1, LENGTH)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as raised:
+        run(gemma, ids, translated(llama, ids))
+    model = "LlamaForCausalLM (4 layers of 2 KV heads x 16)"
+    assert f"While layer 0 was translated, {LENGTH - 1} tokens" in raised.value.__notes__[0]
+    assert f"mapper tiny -> tiny, from {model} to {model}" in raised.value.__notes__[0]
+
+
 def test_a_batch_that_the_cache_cannot_serve(gemma):
     ids = random_ids(gemma, 2, LENGTH)
     cache = translated(gemma, ids)

@@ -23,9 +23,9 @@ HEADER = """# What was run, on which model families
 Written by `make generation-table`, which runs `tests/generation` ({versions}). Do not edit it.
 
 Every cell is a test of its own with tiny random models of the family's architecture in float32. **ok**: with the
-identity mapper the target's tokens are the same and its logits (or scores) within 1e-5 of what it computes from the
-text itself; the controls, which begin with `test_control`, are **ok** when a cache of another document or of other
-positions is *not* within 1e-5. Any other entry is explained below the tables.
+identity mapper the target's tokens are the same as when it reads the text itself, and the logits and scores, where
+`generate` gives them, are within 1e-5. The controls, `test_control_...`, are **ok** when a cache of another document, or
+of other positions, gives *other* logits. Any other entry is explained below the tables.
 
 """
 

@@ -21,7 +21,6 @@ def test_control_other_positions(case):
     assert difference.abs().max() > 1e-3
 
 
-def test_control_the_right_positions(case):
-    """The same by the same way, without the shift."""
+def test_as_the_controls_without_their_change(case):
     found = first_logits(case, case.prompt, **case.given(case.misread(case.prompt[:, :CONTEXT], shift=0)))
     torch.testing.assert_close(found, first_logits(case, case.prompt), rtol=0, atol=1e-5)

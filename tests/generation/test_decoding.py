@@ -118,7 +118,9 @@ def test_embeddings_in_place_of_ids(case, record_property):
     options["attention_mask"] = torch.ones_like(case.prompt)
     native = case.generate(None, **options)
     if case.family == "gemma3n":
-        reason = "its layers also look at token ids, which it does not get; it reads embeddings otherwise than text"
+        reason = (
+            "its layers look at token ids, too: embeddings that come without are another text to it, with any cache"
+        )
         record_property("cell", f"other: {reason}")
         assert not torch.equal(
             native.logits[0], case.generate(case.prompt, **options | {"inputs_embeds": None}).logits[0]
