@@ -24,8 +24,8 @@ Written by `make generation-table`, which runs `tests/generation` ({versions}). 
 
 Every cell is a test of its own with tiny random models of the family's architecture in float32. **ok**: with the
 identity mapper the target's tokens are the same as when it reads the text itself, and the logits and scores, where
-`generate` gives them, are within 1e-5. The controls, `test_control_...`, are **ok** when a cache of another document, or
-of other positions, gives *other* logits. Any other entry is explained below the tables.
+`generate` gives them, are within 1e-5. The controls, `test_control_...`, are **ok** when a cache of another document
+or of other positions gives *other* logits. Any other entry is explained below the tables.
 
 """
 
