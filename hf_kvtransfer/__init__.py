@@ -9,6 +9,7 @@ from .errors import (
     CalibrationError,
     EvaluationDataError,
     EvidenceError,
+    HubError,
     KVTransferError,
     MapperFormatError,
     PairMismatchError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .fitting import calibrate_readout, distill_mapper, fit_mapper, train_residuals
     from .generation import generate
     from .geometry import KVGeometry
+    from .hub.search import FoundMapper, find_mappers
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
     from .source import SourceKV
@@ -45,6 +47,8 @@ __all__ = [
     "EvidenceError",
     "FidelityGate",
     "FidelityReport",
+    "FoundMapper",
+    "HubError",
     "KVGeometry",
     "KVMapper",
     "KVMapperConfig",
@@ -65,6 +69,7 @@ __all__ = [
     "calibrate_readout",
     "distill_mapper",
     "evaluate_mapper",
+    "find_mappers",
     "fit_mapper",
     "generate",
     "train_residuals",
@@ -74,6 +79,7 @@ __all__ = [
 _MODULES = {
     "FidelityGate": ".fidelity.gate",
     "FidelityReport": ".fidelity.report",
+    "FoundMapper": ".hub.search",
     "KVGeometry": ".geometry",
     "KVMapper": ".mapper",
     "KVMapperConfig": ".mapper",
@@ -86,6 +92,7 @@ _MODULES = {
     "calibrate_readout": ".fitting",
     "distill_mapper": ".fitting",
     "evaluate_mapper": ".fidelity.evaluate",
+    "find_mappers": ".hub.search",
     "fit_mapper": ".fitting",
     "generate": ".generation",
     "train_residuals": ".fitting",

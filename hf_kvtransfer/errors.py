@@ -51,3 +51,7 @@ class EvidenceError(KVTransferError):
 
 class RefusedError(KVTransferError):
     """A translation that the evidence or the probe does not allow."""
+
+
+class HubError(KVTransferError):
+    """The Hugging Face Hub cannot be reached, or does not do what it is asked for."""

@@ -3,25 +3,27 @@
 import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .errors import MapperFormatError
 from .fidelity.report import FIDELITY_FILE, FidelityReport
+from .hub.download import find_mapper_files
 from .mapper_config import KVMapperConfig
 from .maps import build_layer_map
 from .maps.storage import check_storage, dequantized, num_bytes, quantized
 
 
-# What `cached_file` needs to know to find a file beside the weights.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "subfolder")
+# What is said of where the files are, not of how they are loaded.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class KVMapper(PreTrainedModel):
@@ -174,6 +176,60 @@ class KVMapper(PreTrainedModel):
         else:
             (folder / FIDELITY_FILE).unlink(missing_ok=True)  # of the mapper that was there before
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        base_models: tuple[str, str] | None = None,
+        license: str | None = None,
+        tags: Sequence[str] = (),
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+    ) -> CommitInfo:
+        """
+        Upload the mapper, its evidence and a card made from both, in one commit.
+
+        Args:
+            repo_id (`str`):
+                The repository, made if it is not there. What another mapper has left in it is replaced.
+            base_models (`tuple[str, str]`, *optional*):
+                Hub ids of the source and the target, by which [`find_mappers`] finds the mapper. By default the names
+                that they were loaded by in the fit; needed if those were folders.
+            license (`str`, *optional*):
+                For the card, such as `"apache-2.0"`.
+            tags (`Sequence[str]`, *optional*):
+                Further ones for the card.
+            commit_message (`str`, *optional*), commit_description (`str`, *optional*), private (`bool`, *optional*),
+            token (`bool` or `str`, *optional*), revision (`str`, *optional*), create_pr (`bool`, *optional*),
+            max_shard_size (`int` or `str`, *optional*):
+                As for [`~transformers.PreTrainedModel.push_to_hub`].
+
+        Returns:
+            `CommitInfo`: The commit, with its `oid` and `commit_url`.
+
+        Raises:
+            `HubError`: the Hub cannot be reached, or does not take it.
+        """
+        from .hub.upload import push_mapper  # the card shows the gate's verdict, and the gate knows mappers
+
+        return push_mapper(
+            self,
+            repo_id,
+            card={"base_models": base_models, "license": license, "tags": tags},
+            max_shard_size=max_shard_size,
+            private=private,
+            token=token,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
     def check_finite(self) -> "KVMapper":
         """Raise [`MapperFormatError`] if a weight is NaN or infinite, else return the mapper."""
         for key, tensor in self.state_dict().items():
@@ -189,13 +245,17 @@ class KVMapper(PreTrainedModel):
         """
         Load a mapper from a folder or the Hub.
 
-        Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`], `revision`, `subfolder`, `token` and
-        `dtype` among them, which leaves the codes of quantised weights as they are. In place of float16, which has no
-        small bfloat16 numbers, weights are loaded in bfloat16.
+        Takes the arguments of [`~transformers.PreTrainedModel.from_pretrained`]: `revision`, `subfolder`, `token`,
+        `cache_dir`, `local_files_only` and `dtype` among them, which leaves the codes of quantised weights as they
+        are. In place of float16, which has no small bfloat16 numbers, weights are loaded in bfloat16.
+
+        From the Hub, config, weights and evidence are of one commit, which `mapper.revision` names. With
+        `HF_HUB_OFFLINE=1`, or without a network, what was downloaded before is used.
 
         Raises:
-            `MapperFormatError`: a file or a tensor is missing, left over, of the wrong shape, NaN or Inf, or the
-                format is unknown. transformers itself would fill what is missing with fresh weights.
+            `MapperFormatError`: it is no mapper or cannot be downloaded, a file or a tensor is missing, left over, of
+                the wrong shape, NaN or Inf, or the format is unknown. transformers itself would fill what is missing
+                with fresh weights.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         # Only safetensors: an artifact is data, nothing in it is unpickled.
@@ -203,21 +263,10 @@ class KVMapper(PreTrainedModel):
         if kwargs.get("dtype") in (torch.float16, "float16"):
             kwargs["dtype"] = torch.bfloat16
         name = str(pretrained_model_name_or_path)
-        hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+        hub = {key: value for key in _HUB_ARGUMENTS if (value := kwargs.pop(key, None)) is not None}
         try:
-            # Config, weights and evidence of one commit, whatever is pushed in between.
-            config_file = cached_file(name, CONFIG_NAME, revision=kwargs.get("revision"), **hub)
-            commit = extract_commit_hash(config_file, None)
-            if commit is not None:
-                kwargs["revision"] = commit
-            mapper, info = super().from_pretrained(name, *model_args, **kwargs)
-            evidence_file = cached_file(
-                name,
-                FIDELITY_FILE,
-                revision=kwargs.get("revision"),
-                _raise_exceptions_for_missing_entries=False,
-                **hub,
-            )
+            folder, commit = find_mapper_files(name, **hub)
+            mapper, info = super().from_pretrained(folder, *model_args, **kwargs)
         except (
             OSError,
             SafetensorError,
@@ -230,8 +279,13 @@ class KVMapper(PreTrainedModel):
         ) as error:
             raise MapperFormatError(
                 f"No mapper can be loaded from {name!r}: {type(error).__name__}: {error} "
-                "A mapper is a folder or Hub repository with config.json and model.safetensors: check the name, or "
-                "download it again."
+                + " ".join(
+                    getattr(error, "__notes__", None)
+                    or [
+                        "A mapper is a folder or Hub repository with config.json and model.safetensors: check the "
+                        "name, or download it again."
+                    ]
+                )
             ) from error
         problems = {
             "missing": sorted(info["missing_keys"]),
@@ -246,5 +300,8 @@ class KVMapper(PreTrainedModel):
                 "Its files are of different versions or damaged: download it or fit it again."
             )
         mapper.check_finite()
-        mapper._evidence_file, mapper.revision = evidence_file, commit
+        mapper.config._name_or_path = name  # and not where it lies in a cache
+        mapper.revision = commit
+        if (folder / FIDELITY_FILE).is_file():
+            mapper._evidence_file = str(folder / FIDELITY_FILE)
         return (mapper, info) if wants_info else mapper

@@ -43,7 +43,7 @@ def hub(tokenizers, tmp_path_factory):
         target_tokenizer=models["org/target"][1],
         num_source_layers=1,
     )
-    mapper.save_pretrained(root / "org/source--target")
+    mapper.save_pretrained(root / "org/source-to-target")
     return root
 
 
@@ -92,7 +92,7 @@ def test_python(hub, monkeypatch, recwarn, no_evidence_needed):
         exec(block, names)
     assert names["cache"].report.outcome == "translated"
     assert isinstance(KVMapper.from_pretrained("my-mapper"), KVMapper)
-    assert pushed == ["me/source--target"]
+    assert pushed == ["me/source-to-target"]
 
 
 def test_its_tables_are_those_of_the_evidence():

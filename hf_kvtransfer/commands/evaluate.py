@@ -73,7 +73,7 @@ def evaluate(
     ```
     hf-kvtransfer evaluate my-mapper --source org/source --target org/target \\
         --data held_out.jsonl --data code=our_code.jsonl --data dialogues.jsonl
-    hf-kvtransfer evaluate me/source--target --source org/source --target org/target \\
+    hf-kvtransfer evaluate me/source-to-target --source org/source --target org/target \\
         --data held_out.jsonl --output evidence
     ```
 

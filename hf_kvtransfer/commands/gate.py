@@ -39,7 +39,7 @@ def gate(
 
     ```
     hf-kvtransfer gate my-mapper
-    hf-kvtransfer gate me/source--target --revision v2 --probe
+    hf-kvtransfer gate me/source-to-target --revision v2 --probe
     hf-kvtransfer gate my-mapper --capability code --capability dialogue
     hf-kvtransfer gate my-mapper --source org/source --target org/target && ./deploy
     ```

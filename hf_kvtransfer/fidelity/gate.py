@@ -13,6 +13,12 @@ from .report import FidelityReport
 from .statistics import MIN_DOCUMENTS, MIN_POSITIONS
 
 
+NO_EVIDENCE = (
+    "it has no evidence (fidelity.json): nobody has measured what it is worth. Run `hf-kvtransfer evaluate`, or "
+    "`evaluate_mapper`, on text of your own"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """
@@ -130,13 +136,7 @@ class FidelityGate:
         except EvidenceError as error:
             return self._verdict(mapper, [str(error)])
         if report is None:
-            return self._verdict(
-                mapper,
-                [
-                    "it has no evidence (fidelity.json): nobody has measured what it is worth. Run `hf-kvtransfer "
-                    "evaluate`, or `evaluate_mapper`, on text of your own"
-                ],
-            )
+            return self._verdict(mapper, [NO_EVIDENCE])
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")

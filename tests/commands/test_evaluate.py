@@ -200,9 +200,9 @@ def test_files_that_are_not_there(argument, problem, tmp_path, monkeypatch):
 
 
 def test_mapper_on_the_hub_needs_an_output(files, models, run):
-    result = run("evaluate", "me/source--target", *models, "--data", files / "own.jsonl")
+    result = run("evaluate", "me/source-to-target", *models, "--data", files / "own.jsonl")
     assert result.exit_code == 2
-    assert "--output: there is no folder 'me/source--target'. For a mapper on the Hub" in message(result)
+    assert "--output: there is no folder 'me/source-to-target'. For a mapper on the Hub" in message(result)
 
 
 @pytest.mark.parametrize(

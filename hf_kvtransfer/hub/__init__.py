@@ -1,0 +1,1 @@
+"""Mappers on the Hugging Face Hub: their files, their cards, and how they are found."""
