@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging
 
 from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
@@ -16,7 +16,9 @@ from .fidelity.tail_reading import read_tail
 from .guarded_cache import GuardedCache
 from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
 from .mapper import KVMapper
+from .snapshots import Snapshot, before_update
 from .source import SourceKV
+from .storage import check_filled, check_room, take_storage
 from .transfer_report import TransferReport
 from .translation import Translation, check_not_negative
 
@@ -60,6 +62,11 @@ class TranslatedCache(GuardedCache):
             of them with the bands in the mapper's evidence: 8, 16 or 32, other numbers are rounded down to one of
             these, and contexts of less than twice as many tokens are probed with fewer, below 16 not at all. By
             default as many as the evidence recommends; 0 for no probe.
+        storage (`Cache`, *optional*):
+            How the target's tokens are stored: an empty cache of transformers, made with the target's config, whose
+            layers are copied. `StaticCache(target.config, max_cache_len=4096)` for a compiled decode,
+            `DynamicCache(config=target.config, offloading=True)`, or `QuantizedCache("quanto", target.config)`, which
+            the evidence must have been measured with. By default `DynamicCache(config=target.config)`.
         gate ([`FidelityGate`], *optional*):
             What is asked of the mapper's evidence.
         on_refusal (`str`, *optional*, defaults to `"recompute"`):
@@ -97,6 +104,7 @@ class TranslatedCache(GuardedCache):
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
         probe_tokens: int | None = None,
+        storage: Cache | None = None,
         gate: FidelityGate | None = None,
         on_refusal: Literal["recompute", "raise"] = "recompute",
         revision: str | None = None,
@@ -109,9 +117,11 @@ class TranslatedCache(GuardedCache):
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
         super().__init__(target)
+        if storage is not None:
+            take_storage(self, storage)
         self._on_refusal = on_refusal
-        # Layers as they were before this forward pass, to go back to if a later one fails. Updates replace tensors.
-        self._before: dict[int, tuple[type, dict[str, Any]]] = {}
+        # Layers as they were before this forward pass, to go back to if a later one fails.
+        self._before: dict[int, Snapshot] = {}
         self._is_settled = False
         self.report = TransferReport("recomputed", mapper.name if isinstance(mapper, KVMapper) else str(mapper))
         try:
@@ -123,7 +133,12 @@ class TranslatedCache(GuardedCache):
                     KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype)
                 )
             verdict = (gate or FidelityGate()).admit(
-                mapper, source, target, target_tokenizer=target_tokenizer, sink_tokens=sink_tokens
+                mapper,
+                source,
+                target,
+                target_tokenizer=target_tokenizer,
+                sink_tokens=sink_tokens,
+                target_cache=storage,
             )
             self.report = TransferReport.make("recomputed", mapper, verdict=verdict)
             if not verdict.admitted:
@@ -148,6 +163,7 @@ class TranslatedCache(GuardedCache):
                 raise
             self._refuse(_describe(error))
             return
+        check_room(self, translation.geometry, translation.length)
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
         self.report = TransferReport.make("translated", mapper, translation, verdict=verdict, probe=probe)
         install(self, translator)
@@ -162,19 +178,15 @@ class TranslatedCache(GuardedCache):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx in self._before:
             self._before.clear()  # another forward pass has begun
-        layer = self.layers[layer_idx]
-        cls, attributes = type(layer), dict(vars(layer))
-        if isinstance(layer, PendingLayer):
-            attributes["pending"] = dataclasses.replace(layer.pending)
-        failure = None
+        before, failure = Snapshot.of(self.layers[layer_idx]), None
         try:
-            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            states = self._translate_and_update(key_states, value_states, layer_idx, before, *args, **kwargs)
         except BaseException as error:
-            if "pending" in attributes:
-                error.add_note(str(attributes["pending"]))
+            if "pending" in before.attributes:
+                error.add_note(str(before.attributes["pending"]))
             # What native layers have given in this pass is what a prefill gives: it may stay.
             exact = -1 if self.report.native_layers is None else self.report.native_layers
-            used, self._before = self._before, {layer_idx: (cls, attributes)}
+            used, self._before = self._before, {layer_idx: before}
             self._restore()
             if any(i > exact for i in used) or not self._can_recompute(error, exact):
                 self._before = used
@@ -185,19 +197,34 @@ class TranslatedCache(GuardedCache):
         if failure is not None:
             # Not while the error is handled: it would keep alive what the translation had allocated.
             self._recompute(failure)
-            states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self._before[layer_idx] = cls, attributes
+            states = self._translate_and_update(key_states, value_states, layer_idx, before, *args, **kwargs)
         if not any(isinstance(layer, PendingLayer) for layer in self.layers):
             self._is_settled = True
-            self._before.clear()  # lets go of the source
+            self._before.clear()
+        return states
+
+    def _translate_and_update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        before: Snapshot,
+        *args,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, PendingLayer):
+            layer.materialize(key_states.device, key_states.dtype, key_states.shape[0])
+        held = Snapshot.of(layer) if isinstance(layer, DynamicLayer) else before
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # Rather than what it was translated from, which its last reader lets go of.
+        self._before[layer_idx] = before_update(held, layer, states) or before
         return states
 
     def _restore(self) -> None:
         """Take back what this forward pass has done to layers, so that the cache can be asked again."""
-        for layer_idx, (cls, attributes) in self._before.items():
-            layer: Any = object.__new__(cls)
-            layer.__dict__.update(attributes)
-            self.layers[layer_idx] = layer
+        for layer_idx, snapshot in self._before.items():
+            self.layers[layer_idx] = snapshot.restored()
         self._before.clear()
 
     def _can_recompute(self, error: BaseException, exact: int) -> bool:
@@ -225,12 +252,28 @@ class TranslatedCache(GuardedCache):
         translator = pending[0].pending.translator
         native = FilledTranslator(translator, translator.prefill())
         for layer in pending:
-            layer.pending.translator = native
+            layer.pending.translator = native.only(layer.pending.layer_idx)
         self._refuse(failure)
 
     def reset(self) -> None:
         super().reset()
         self._forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        check_filled(self, "crop")
+        super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        check_filled(self, "reorder_cache")
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        check_filled(self, "batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        check_filled(self, "batch_select_indices")
+        super().batch_select_indices(indices)
 
     def _refuse(self, failure: str) -> None:
         report = self.report

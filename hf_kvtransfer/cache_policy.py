@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 
 def cache_policy(cache: Cache | PreTrainedModel) -> dict[str, Any]:
@@ -29,8 +29,12 @@ def cache_policy(cache: Cache | PreTrainedModel) -> dict[str, Any]:
         "full_layers": len(kinds) - len(sliding) - shared,
         "sliding_layers": len(sliding),
         "shared_layers": shared,
-        "sliding_window": sorted({layer.sliding_window for layer in sliding}),
-        "quantized": any("Quantized" in kind for kind in kinds),
+        # A pre-allocated window is as long as the layer.
+        "sliding_window": sorted(
+            {layer.max_cache_len if isinstance(layer, StaticLayer) else layer.sliding_window for layer in sliding}
+        ),
+        # By name: their base class exists only since transformers 5.22.
+        "quantized": any("Quantized" in cls.__name__ for layer in cache.layers for cls in type(layer).__mro__),
         # Layers of other packages: transformers' own evict by window only.
         "evicting": any(not type(layer).__module__.startswith("transformers.") for layer in cache.layers),
     }

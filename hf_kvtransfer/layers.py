@@ -1,11 +1,13 @@
 """Cache layers that are translated when the target first asks for them, and are stock layers from then on."""
 
+import copy
 import dataclasses
+import types
 from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from .errors import BatchMismatchError
 from .geometry import KVGeometry
@@ -32,6 +34,10 @@ class LayerTranslator(Protocol):
 
     def prefill(self) -> DynamicCache: ...
 
+    def only(self, layer_idx: int) -> "LayerTranslator":
+        """The same for one layer, which keeps alive no more of the source than that layer reads."""
+        ...
+
 
 @dataclasses.dataclass
 class Pending:
@@ -40,7 +46,7 @@ class Pending:
 
     Args:
         translator (`LayerTranslator`):
-            Computes it.
+            Computes it. It holds what this layer reads: the source layer is let go of by its last reader.
         layer_idx (`int`):
             The target's layer.
         length (`int`):
@@ -62,7 +68,9 @@ class PendingLayer(CacheLayerMixin):
     """
     Answers lengths and takes edits without translating; turns into the stock layer when tensors are needed.
 
-    The instance changes its class to `stock_class`, so that nothing of this is left in the decoding loop.
+    The instance changes its class to `stock_class`, so that nothing of this is left in the decoding loop. That
+    may be any class of transformers that stores keys and values token by token: growing, with a window, pre-allocated,
+    quantised.
     """
 
     stock_class: type
@@ -74,8 +82,7 @@ class PendingLayer(CacheLayerMixin):
         twin = cls.__new__(cls)
         twin.__dict__.update({k: v for k, v in vars(layer).items() if k not in ("keys", "values", "is_initialized")})
         twin.pending = pending
-        if hasattr(twin, "cumulative_length"):  # where sliding layers count
-            twin.cumulative_length = pending.length
+        _count(twin, pending.length)
         return twin
 
     def materialize(self, device: torch.device, dtype: torch.dtype, batch_size: int | None = None) -> None:
@@ -101,21 +108,29 @@ class PendingLayer(CacheLayerMixin):
                     "with as many rows as there are prompts."
                 )
             rows = rows.repeat_interleave(batch_size // len(rows))
-        start = 0
-        if self.is_sliding and not self.record_past:
-            start = max(0, pending.length - self.sliding_window + 1)  # what lies before is never attended again
+        start = self._first_token()
         keys, values = pending.translator.layer(pending.layer_idx, start, pending.length, device, dtype)
         if len(rows) != len(keys) or (rows != torch.arange(len(rows))).any():
             keys, values = keys[rows.to(device)], values[rows.to(device)]
         self._become_stock()
         if pending.length:
-            self.lazy_initialization(keys, values)
-            self.__dict__.update(keys=keys, values=values)
+            _fill(self, keys, values)
+            _count(self, pending.length)
+
+    def _first_token(self) -> int:
+        """The first token that the stock layer would hold: what lies before is never attended again."""
+        if not self.is_sliding or getattr(self, "record_past", False):
+            return 0
+        held = self.max_cache_len if isinstance(self, StaticLayer) else self.sliding_window - 1
+        return max(0, self.pending.length - held)
 
     def _become_stock(self) -> None:
         del self.pending
         self.__class__ = self.stock_class
-        self.__dict__.update(keys=None, values=None, is_initialized=False)
+        # Counters of static layers are tensors that they write into: a snapshot of the pending layer keeps its own.
+        own = {name: value.clone() for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        self.__dict__.update(own, keys=None, values=None, is_initialized=False)
+        _count(self, 0)
 
     @property
     def keys(self) -> torch.Tensor:
@@ -147,8 +162,7 @@ class PendingLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be negative or 0, got {tokens_to_remove}.")
         self.pending.length = max(0, self.pending.length + tokens_to_remove)
-        if hasattr(self, "cumulative_length"):
-            self.cumulative_length = self.pending.length
+        _count(self, self.pending.length)
 
     def reset(self) -> None:
         self._become_stock()
@@ -182,7 +196,34 @@ class TranslatedSlidingWindowLayer(PendingLayer, DynamicSlidingWindowLayer):
     stock_class = DynamicSlidingWindowLayer
 
 
-PENDING_LAYERS = {cls.stock_class: cls for cls in (TranslatedLayer, TranslatedSlidingWindowLayer)}
+_PENDING_CLASSES: dict[type, Any] = {cls.stock_class: cls for cls in (TranslatedLayer, TranslatedSlidingWindowLayer)}
+
+
+def pending_class(stock_class: type) -> Any:
+    """The class of a layer that is translated on first access, and is then of `stock_class`."""
+    if stock_class not in _PENDING_CLASSES:
+        # Without a layer type: transformers would register it as the class of all layers of that type.
+        namespace = {"stock_class": stock_class, "_layer_type": None, "__module__": __name__}
+        name = f"Translated{stock_class.__name__}"
+        made = types.new_class(name, (PendingLayer, stock_class), exec_body=lambda body: body.update(namespace))
+        _PENDING_CLASSES[stock_class] = made
+    return _PENDING_CLASSES[stock_class]
+
+
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Give an empty stock layer its first tokens."""
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        layer.lazy_initialization(keys, values)  # as its `update`, without a copy
+        layer.keys, layer.values = keys, values
+    else:
+        layer.update(keys, values)
+
+
+def _count(layer: Any, length: int) -> None:
+    """Let a layer that counts its tokens, also those that have left its window, count so many."""
+    for name in ("cumulative_length", "cumulative_length_int"):
+        if isinstance(vars(layer).get(name), int):
+            setattr(layer, name, length)
 
 
 def install(cache: DynamicCache, translator: LayerTranslator, length: int | None = None) -> DynamicCache:
@@ -204,8 +245,8 @@ def install(cache: DynamicCache, translator: LayerTranslator, length: int | None
     for layer_idx, layer in enumerate(translator.geometry.layers if length else ()):
         if layer is not None:
             stock = cache.layers[layer_idx]
-            pending = Pending(translator, layer_idx, length, torch.arange(translator.batch_size))
-            cache.layers[layer_idx] = PENDING_LAYERS[type(stock)].from_stock(stock, pending)
+            pending = Pending(translator.only(layer_idx), layer_idx, length, torch.arange(translator.batch_size))
+            cache.layers[layer_idx] = pending_class(type(stock)).from_stock(stock, pending)
     return cache
 
 
@@ -221,11 +262,16 @@ class FilledTranslator:
     """
 
     def __init__(self, translator: LayerTranslator, cache: DynamicCache):
-        self.translator, self.cache = translator, cache
+        self.translator, self.layers = translator, dict(enumerate(cache.layers))
         self.geometry, self.length, self.batch_size = translator.geometry, translator.length, translator.batch_size
 
     def __deepcopy__(self, memo) -> "FilledTranslator":
         return self  # never changed, as a translation
+
+    def only(self, layer_idx: int) -> "FilledTranslator":
+        other = copy.copy(self)
+        other.translator, other.layers = self.translator.only(layer_idx), {layer_idx: self.layers[layer_idx]}
+        return other
 
     @property
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
@@ -241,7 +287,7 @@ class FilledTranslator:
     def layer(
         self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.cache.layers[layer_idx]
+        layer = self.layers[layer_idx]
         first = self.length - layer.keys.shape[2]
         held = [
             states[:, :, max(start - first, 0) : max(stop - first, 0)].to(device, dtype)

@@ -69,6 +69,35 @@ class KVMapper(PreTrainedModel):
     def device(self) -> torch.device:
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
+    def layer_on(self, layer_idx: int, device: torch.device) -> nn.Module:
+        """
+        The map of one target layer, on the device where that layer runs.
+
+        A map follows its layer: it is moved for the first request and is there for every later one, where features
+        are others in each request and would have to be moved every time. A moved map takes the place of the one it was
+        moved from, which is left as it is for requests in other threads that are using it.
+
+        Args:
+            layer_idx (`int`):
+                The target's layer.
+            device (`torch.device`):
+                Where its keys and values are wanted.
+        """
+        layer_map = self.layers[layer_idx]
+        tensors = [*layer_map.parameters(), *layer_map.buffers()]
+        device = torch.empty(0, device=device).device  # "cuda" is a device with a number
+        if all(tensor.device == device for tensor in tensors):
+            return layer_map
+        moved: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            other = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            moved[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if is_parameter else other
+        layer_map = copy.deepcopy(layer_map, moved)
+        if device.type != "meta":  # where only shapes are
+            self.layers[layer_idx] = layer_map
+        return layer_map
+
     def num_bytes(self) -> int:
         """The number of bytes of its tensors, as they are saved."""
         return num_bytes(self)

@@ -1,5 +1,6 @@
 """A model's cache made portable: keys without position, values, and the tokens that they stand for."""
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +101,12 @@ class SourceKV:
     def row_spans(self, row: int) -> list[tuple[int, int]]:
         """Characters of each token of a row, padding left out."""
         return [tuple(span) for span in self.spans[row, self.attention_mask[row].bool()].tolist()]
+
+    def only(self, layers: Sequence[int]) -> "SourceKV":
+        """The same tokens, with keys and values of some layers only."""
+        other = copy.copy(self)
+        other.features = [states if i in layers else None for i, states in enumerate(self.features)]
+        return other
 
     def __getitem__(self, tokens: slice) -> "SourceKV":
         """

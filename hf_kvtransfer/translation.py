@@ -1,7 +1,6 @@
 """One request: a source's keys and values, a mapper and a target, bound and checked. Knows both models."""
 
 import copy
-import threading
 import time
 from typing import Any
 
@@ -17,17 +16,23 @@ from .errors import (
 )
 from .geometry import KVGeometry
 from .mapper import KVMapper
-from .native_states import NativeStates, read_first_layers
+from .native_states import NativeStates
 from .offloading import unchanged_offloading
 from .padding import pad_rows, positions_from_mask, unpad_rows
 from .pair import check_pair, check_token_features
 from .rotary import Rotary
 from .source import SourceKV
 from .spans import character_spans, encode_with_spans
+from .target_tokens import TargetTokens
 
 
 # Below this share of target tokens with source text behind them the two sides do not stand for the same context.
 MIN_COVERAGE = 0.5
+
+# Tokens, of all rows, that are mapped at a time: a map's weights are read for many of them, and what a map computes on
+# the way stays small however long the context.
+_MAX_BLOCK = 2048
+_MIN_BLOCK = 64
 
 
 def check_not_negative(**numbers: int | None) -> None:
@@ -122,9 +127,7 @@ class Translation:
         self._first_token = self.length - self.attention_mask.sum(-1)
         self.num_sinks = min(sink_tokens, self.length - int(self._first_token.max())) if self.length else 0
         self._sinks = self._read_sinks()
-        self._native: NativeStates | None = None
-        self._reading = threading.Lock()
-        self._embeddings: torch.Tensor | None = None
+        self._target_tokens = TargetTokens(target, self.input_ids, self.attention_mask, self.position_ids)
         self.layer_seconds: dict[int, float] = {}
 
         self.held_back_tokens = sum(ends) - self.length * self.batch_size
@@ -155,8 +158,12 @@ class Translation:
         """
         other = copy.copy(self)
         other.mapper, other.layer_seconds = mapper, {}
-        if mapper.config.native_layers != self.mapper.config.native_layers:
-            other._native = None
+        return other
+
+    def only(self, layer_idx: int) -> "Translation":
+        """The same request for one layer, which holds no source layer but those that its map reads."""
+        other = copy.copy(self)
+        other.source_kv = self.source_kv.only(getattr(self.mapper.layers[layer_idx], "source_layers", ()))
         return other
 
     def __deepcopy__(self, memo) -> "Translation":
@@ -184,7 +191,7 @@ class Translation:
         began = time.perf_counter()
         native_layers = self.mapper.config.native_layers
         if native_layers is not None and layer_idx <= native_layers and start < stop:
-            native: Any = self._read_native_layers(native_layers).keys_and_values[layer_idx]
+            native: Any = self._native_states(native_layers).keys_and_values[layer_idx]
             # Copies: a layer of the cache is not to keep the whole context, nor to write into what others are given.
             keys, values = (states[:, :, start:stop].to(device, dtype, copy=True) for states in native)
         else:
@@ -202,10 +209,12 @@ class Translation:
         values = torch.empty(self.batch_size, heads, tokens, layer.value_head_dim, device=device, dtype=dtype)
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
-        if mapped < stop:
-            key_states, value_states = layer.split_heads(self._map(layer_idx, mapped, stop, device, dtype))
-            self._tables.apply(key_states, layer_idx, mapped, stop, out=keys[:, :, mapped - start :])
-            values[:, :, mapped - start :] = value_states
+        block = self._block(layer_idx, stop - mapped)
+        for begin in range(mapped, stop, block):
+            end = min(begin + block, stop)
+            key_states, value_states = layer.split_heads(self._map(layer_idx, begin, end, device, dtype))
+            self._tables.apply(key_states, layer_idx, begin, end, out=keys[:, :, begin - start : end - start])
+            values[:, :, begin - start : end - start] = value_states
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
             if begin < end:
@@ -267,9 +276,17 @@ class Translation:
             alignments.append(alignment)
         return rows, alignments
 
+    def _block(self, layer_idx: int, tokens: int) -> int:
+        """Tokens to map at a time, so that what a map reads and makes of them is no larger than a layer."""
+        out_features = self.mapper.target_geometry.num_features(layer_idx)
+        source_layers = getattr(self.mapper.layers[layer_idx], "source_layers", ())
+        width = sum(self.source_kv.geometry.num_features(i) for i in source_layers)
+        width += self.mapper.config.token_features + 2 * out_features
+        return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, tokens * out_features // width)))
+
     @torch.no_grad()
     def _map(self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        layer_map: Any = self.mapper.layers[layer_idx].to(device)
+        layer_map: Any = self.mapper.layer_on(layer_idx, device)
         first, last, index = start, stop, None
         if not self._in_step:
             index = self.source_index[:, start:stop]
@@ -278,29 +295,22 @@ class Translation:
         features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
         token_features = None
         if self.mapper.config.token_features:
-            token_features = self._read_token_features()[:, start:stop].to(device, dtype)
+            token_features = self._token_features(start, stop).to(device, dtype)
         return layer_map(features, token_features, index)
 
-    def _read_token_features(self) -> torch.Tensor:
+    def _token_features(self, start: int, stop: int) -> torch.Tensor:
         """What the target itself knows of each token: what its native layers make of it, or else its embedding."""
         native_layers = self.mapper.config.native_layers
         if native_layers is not None:
-            return self._read_native_layers(native_layers).hidden_states
-        if self._embeddings is None:
-            embeddings = self.target.get_input_embeddings()
-            self._embeddings = embeddings(self.input_ids.to(input_device(self.target)))
-        return self._embeddings
+            return self._native_states(native_layers).hidden_states[:, start:stop]
+        return self._target_tokens.embeddings(start, stop)
 
-    def _read_native_layers(self, num_layers: int) -> NativeStates:
-        """Let the target's first layers read the context, once."""
-        with self._reading:  # copies of a cache, in threads of their own, share it
-            if self._native is None:
-                self._native = read_first_layers(
-                    self.target, self.input_ids, self.attention_mask, self.position_ids, num_layers=num_layers
-                )
+    def _native_states(self, num_layers: int) -> NativeStates:
+        """What the target's first layers make of the context."""
+        states = self._target_tokens.native_states(num_layers)
         # Here and not where it is read: before the first layer is used, the target can still read the context itself.
-        check_token_features(self.mapper, self.target, self._native.hidden_states.shape[-1])
-        return self._native
+        check_token_features(self.mapper, self.target, states.hidden_states.shape[-1])
+        return states
 
     def _read_sinks(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""

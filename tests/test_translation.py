@@ -274,7 +274,7 @@ def readings(monkeypatch):
         runs.append(num_layers)
         return read_first_layers(*args, num_layers=num_layers, **kwargs)
 
-    monkeypatch.setattr("hf_kvtransfer.translation.read_first_layers", counted)
+    monkeypatch.setattr("hf_kvtransfer.target_tokens.read_first_layers", counted)
     return runs
 
 
@@ -395,7 +395,7 @@ def test_native_layers_that_fail_are_recomputed(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("hf_kvtransfer.translation.read_first_layers", fail)
+    monkeypatch.setattr("hf_kvtransfer.target_tokens.read_first_layers", fail)
     native = model.generate(ids, max_new_tokens=5, do_sample=False)
     output = model.generate(ids, max_new_tokens=5, do_sample=False, **{cache_argument(model): cache})
     assert torch.equal(output, native)

@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import StaticCache
+from transformers.cache_utils import Cache
 
 from hf_kvtransfer import (
     EvidenceError,
@@ -23,6 +25,7 @@ from hf_kvtransfer.fidelity.tail_reading import read_tail
 from hf_kvtransfer.layers import FilledTranslator
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
+from .test_cache_policy import Rounds
 from .tiny_models import fail_from_layer, identity_mapper, plant, random_ids, tiny_model, ungated_cache
 
 
@@ -306,6 +309,23 @@ def test_beams_and_copies_after_a_probe(source, target, mapper, context, texts):
     expected = target.generate(both, **options)
     for translated in (cache, twin):
         assert torch.equal(target.generate(both, **options, **{cache_argument(target): translated}), expected)
+
+
+def test_other_storages_behind_gate_and_probe(source, target, mapper, context):
+    """What they hold counts: the same numbers pass, rounded ones were not measured."""
+    storage = StaticCache(config=target.config, max_cache_len=CONTEXT + 8)
+    cache = TranslatedCache(read(source, context), mapper, target, storage=storage)
+    assert cache.report.outcome == "translated"
+    assert cache.report.probe.passed
+    sequences, logits = generate(target, context, cache)
+    expected = generate(target, context, TranslatedCache(read(source, context), mapper, target))
+    assert torch.equal(sequences, expected[0])
+    torch.testing.assert_close(logits, expected[1], rtol=0, atol=5e-4)
+
+    storage = Cache(layers=[Rounds() for _ in storage.layers])
+    cache = TranslatedCache(read(source, context), mapper, target, storage=storage)
+    assert cache.report.reasons == ("the target's cache is quantized, the measured one was not quantized",)
+    assert {type(layer) for layer in cache.layers} == {Rounds}
 
 
 def test_short_contexts_are_not_probed(source, target, mapper, context):

@@ -3,6 +3,7 @@
 import dataclasses
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from ..cache_policy import cache_policy
 from ..errors import EvidenceError
@@ -110,6 +111,7 @@ class FidelityGate:
         source_tokenizer: PreTrainedTokenizerBase | None = None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
         sink_tokens: int | None = None,
+        target_cache: Cache | None = None,
     ) -> Verdict:
         """
         Decide whether a mapper may be used on a pair of models.
@@ -127,6 +129,8 @@ class FidelityGate:
             sink_tokens (`int`, *optional*):
                 First tokens that the target is to read itself, by default as in the mapper's fit. Not fewer than when
                 it was measured.
+            target_cache (`Cache`, *optional*):
+                What the target's tokens will be stored in, by default the cache that `generate` makes for it.
 
         Returns:
             [`Verdict`]
@@ -151,7 +155,8 @@ class FidelityGate:
             reasons += self._compare("source", report.source, identity, cache_policy(source))
         if target is not None:
             identity = ModelIdentity.from_model(target, target_tokenizer)
-            reasons += self._compare("target", report.target, identity, cache_policy(target))
+            policy = cache_policy(target if target_cache is None else target_cache)
+            reasons += self._compare("target", report.target, identity, policy)
         return self._verdict(mapper, reasons + self.judge(report))
 
     def judge(self, report: FidelityReport) -> list[str]:
