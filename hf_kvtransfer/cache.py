@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
@@ -16,7 +16,7 @@ from .fidelity.tail_reading import read_tail
 from .guarded_cache import GuardedCache
 from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
 from .mapper import KVMapper
-from .snapshots import Snapshot, before_update
+from .snapshots import Growth, Snapshot
 from .source import SourceKV
 from .storage import check_filled, check_room, take_storage
 from .transfer_report import TransferReport
@@ -215,10 +215,10 @@ class TranslatedCache(GuardedCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, PendingLayer):
             layer.materialize(key_states.device, key_states.dtype, key_states.shape[0])
-        held = Snapshot.of(layer) if isinstance(layer, DynamicLayer) else before
+        growth = Growth.of(layer)
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # Rather than what it was translated from, which its last reader lets go of.
-        self._before[layer_idx] = before_update(held, layer, states) or before
+        self._before[layer_idx] = before if growth is None else growth.before(layer, states)
         return states
 
     def _restore(self) -> None:

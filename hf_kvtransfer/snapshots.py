@@ -43,28 +43,40 @@ class Snapshot:
         return layer
 
 
-def before_update(held: Snapshot, layer: Any, states: tuple[torch.Tensor, torch.Tensor]) -> Snapshot | None:
+class Growth:
     """
-    What a layer was before an update, without keeping the tensors of that time alive.
+    What a growing layer is before an update, without keeping the tensors of that time alive.
 
     Args:
-        held (`Snapshot`):
-            The layer when it was translated, before the update.
-        layer (`CacheLayerMixin`):
-            The layer now.
-        states (`tuple[torch.Tensor, torch.Tensor]`):
-            The keys and values that its update has returned.
-
-    Returns:
-        `Snapshot`, *optional*: With views of what the layer holds now, or has held in the same storage. `None` for a
-        layer that does not grow by concatenation.
+        layer (`DynamicLayer` or `DynamicSlidingWindowLayer`):
+            The layer, which holds tokens.
     """
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not held.attributes["is_initialized"]:
-        return None
-    views = {}
-    for name, returned in zip(("keys", "values"), states, strict=True):
-        now, tokens = getattr(layer, name), held.attributes[name].shape[2]
-        # A window that has slid has dropped the first tokens, which are still there in what was returned.
-        whole = now if now.shape[2] >= returned.shape[2] else returned
-        views[name] = whole[:, :, :tokens]
-    return Snapshot(held.cls, held.attributes | views)
+
+    def __init__(self, layer: Any):
+        self.tokens = layer.keys.shape[2]
+        self.attributes = {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
+
+    @classmethod
+    def of(cls, layer: Any) -> "Growth | None":
+        """`None` for an empty layer, or one that does not grow by concatenation."""
+        growing = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized
+        return cls(layer) if growing else None
+
+    def before(self, layer: Any, states: tuple[torch.Tensor, torch.Tensor]) -> Snapshot:
+        """
+        Args:
+            layer (`CacheLayerMixin`):
+                The same layer after the update.
+            states (`tuple[torch.Tensor, torch.Tensor]`):
+                The keys and values that the update has returned.
+
+        Returns:
+            `Snapshot`: The layer before it, with views of what it holds now, or has returned from the same storage.
+        """
+        views = {}
+        for name, returned in zip(("keys", "values"), states, strict=True):
+            now = getattr(layer, name)
+            # A window that has slid has dropped the first tokens, which are still there in what was returned.
+            whole = now if now.shape[2] >= returned.shape[2] else returned
+            views[name] = whole[:, :, : self.tokens]
+        return Snapshot(type(layer), self.attributes | views)

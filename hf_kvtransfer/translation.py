@@ -32,7 +32,7 @@ MIN_COVERAGE = 0.5
 # Tokens, of all rows, that are mapped at a time: a map's weights are read for many of them, and what a map computes on
 # the way stays small however long the context.
 _MAX_BLOCK = 2048
-_MIN_BLOCK = 64
+_MIN_BLOCK = 16
 
 
 def check_not_negative(**numbers: int | None) -> None:
