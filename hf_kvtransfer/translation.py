@@ -14,8 +14,9 @@ from .errors import (
     BatchMismatchError,
     PrefixMismatchError,
 )
-from .geometry import KVGeometry
+from .geometry import KVGeometry, LayerGeometry
 from .mapper import KVMapper
+from .maps.storage import in_dtype
 from .native_states import NativeStates
 from .offloading import unchanged_offloading
 from .padding import pad_rows, positions_from_mask, unpad_rows
@@ -111,7 +112,7 @@ class Translation:
         self.known_ids = all_ids[:, :known]
         self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]
         self.position_ids = positions_from_mask(self.attention_mask)
-        self._tables = rotary.at(self.position_ids)
+        self._rotary, self.key_positions = rotary, self.position_ids
 
         # Padding listens to whatever stands in its column.
         index = torch.arange(known).clamp(max=len(source_kv) - 1).repeat(self.batch_size, 1)
@@ -163,7 +164,8 @@ class Translation:
     def only(self, layer_idx: int) -> "Translation":
         """The same request for one layer, which holds no source layer but those that its map reads."""
         other = copy.copy(self)
-        other.source_kv = self.source_kv.only(getattr(self.mapper.layers[layer_idx], "source_layers", ()))
+        layer_map: Any = self.mapper.layers[layer_idx]
+        other.source_kv = self.source_kv.only(layer_map.source_layers)
         return other
 
     def __deepcopy__(self, memo) -> "Translation":
@@ -209,11 +211,15 @@ class Translation:
         values = torch.empty(self.batch_size, heads, tokens, layer.value_head_dim, device=device, dtype=dtype)
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
-        block = self._block(layer_idx, stop - mapped)
+        # Once, and not for each block: weights that are stored otherwise are made what the features are.
+        layer_map = in_dtype(self.mapper.layer_on(layer_idx, device), dtype)
+        block = self._block(layer_map, layer, stop - mapped, device, dtype)
         for begin in range(mapped, stop, block):
             end = min(begin + block, stop)
-            key_states, value_states = layer.split_heads(self._map(layer_idx, begin, end, device, dtype))
-            self._tables.apply(key_states, layer_idx, begin, end, out=keys[:, :, begin - start : end - start])
+            key_states, value_states = layer.split_heads(self._map(layer_map, begin, end, device, dtype))
+            # Of all tokens, cos and sin of two calls are as large as a layer, and quickly made again.
+            tables = self._rotary.at(self.key_positions[:, begin:end])
+            tables.apply(key_states, layer_idx, out=keys[:, :, begin - start : end - start])
             values[:, :, begin - start : end - start] = value_states
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
@@ -276,17 +282,19 @@ class Translation:
             alignments.append(alignment)
         return rows, alignments
 
-    def _block(self, layer_idx: int, tokens: int) -> int:
+    def _block(
+        self, layer_map: Any, layer: LayerGeometry, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> int:
         """Tokens to map at a time, so that what a map reads and makes of them is no larger than a layer."""
-        out_features = self.mapper.target_geometry.num_features(layer_idx)
-        source_layers = getattr(self.mapper.layers[layer_idx], "source_layers", ())
-        width = sum(self.source_kv.geometry.num_features(i) for i in source_layers)
+        out_features = sum(layer.widths)
+        features = [self.source_kv.features[i] for i in layer_map.source_layers]
+        # Of another device or dtype they are copied first; else maps read them where they are.
+        width = sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
         width += self.mapper.config.token_features + 2 * out_features
         return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, tokens * out_features // width)))
 
     @torch.no_grad()
-    def _map(self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        layer_map: Any = self.mapper.layer_on(layer_idx, device)
+    def _map(self, layer_map: Any, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         first, last, index = start, stop, None
         if not self._in_step:
             index = self.source_index[:, start:stop]

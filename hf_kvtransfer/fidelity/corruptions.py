@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..rotary import Rotary
 from ..source import SourceKV
 from ..translation import Translation
 from .altered_maps import with_maps
@@ -87,7 +86,7 @@ def corruptions(translation: Translation, other: SourceKV, seed: int = 0) -> Ite
 
     moved = copy.copy(translation)
     length = max(translation.length, 1)
-    moved._tables = Rotary.from_model(translation.target).at((translation.position_ids + length // 2) % length)
+    moved.key_positions = (translation.position_ids + length // 2) % length
     yield "wrong_positions", moved
 
 

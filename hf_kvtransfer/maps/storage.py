@@ -138,6 +138,14 @@ def dequantized(layer_map: nn.Module, dtype: torch.dtype) -> nn.Module:
     return other.to(dtype)
 
 
+def in_dtype(layer_map: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The layer map itself if its weights are plain and of `dtype`, else a copy of which they are."""
+    plain = not any(isinstance(module, QuantizedWeight) for module in layer_map.modules())
+    if plain and all(weight.dtype == dtype for weight in layer_map.parameters()):
+        return layer_map
+    return dequantized(layer_map, dtype)
+
+
 def num_bytes(module: nn.Module) -> int:
     """The number of bytes of a module's tensors, as they are saved. Also of one on the `meta` device."""
     return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
