@@ -37,11 +37,6 @@ def mapper(model):
     return identity_mapper(model)
 
 
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
 def translated(model, ids, mapper=None, mask=None, **options):
     source_kv = SourceKV.prefill(model, None, ids, attention_mask=mask)
     return ungated_cache(source_kv, mapper or identity_mapper(model), model, **options)

@@ -11,20 +11,10 @@ import hf_kvtransfer
 from hf_kvtransfer import BatchMismatchError, FidelityGate, PrefixMismatchError, SourceKV, TranslatedCache
 from hf_kvtransfer.compat import cache_argument
 
-from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
+from .tiny_models import identity_mapper, random_ids, ungated_cache
 
 
 CONTEXT = 45
-
-
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture

@@ -25,11 +25,6 @@ def identity(model, tokenizer=None):
 
 
 @pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def evidence(llama):
     return identity(llama)
 

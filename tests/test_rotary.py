@@ -8,6 +8,8 @@ from transformers import DynamicCache
 from hf_kvtransfer.errors import UnsupportedModelError
 from hf_kvtransfer.rotary import Rotary
 
+from .generation.families import EXPERTS, LATENT, LINEAR, rope
+
 
 SMALL = {
     "vocab_size": 64,
@@ -22,12 +24,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-
-
-def rope(rope_type, **parameters):
-    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **parameters}}
 
 
 def without(*names):
@@ -343,29 +340,6 @@ def test_other_embeddings_have_no_length():
 
 
 GPTJ = transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
-DEEPSEEK = {
-    **without("head_dim"),
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-}
-QWEN3_5 = {
-    **SMALL,
-    "layer_types": ["full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 # LMCache positional_encoding.py
@@ -374,11 +348,11 @@ QWEN3_5 = {
     [
         (GPTJ, "Layer 0 of GPTJForCausalLM rotates its keys in"),
         (
-            transformers.DeepseekV3Config(**DEEPSEEK),
+            transformers.DeepseekV3Config(**without("head_dim") | LATENT),
             "Layer 0 of DeepseekV3ForCausalLM caches a compressed latent",
         ),
         (
-            transformers.Qwen3_5TextConfig(**QWEN3_5),
+            transformers.Qwen3_5TextConfig(**SMALL | LINEAR),
             "Layer 1 of Qwen3_5ForCausalLM caches a LinearAttentionLayer: a recurrent",
         ),
         (

@@ -11,16 +11,6 @@ from .tiny_models import FAMILIES, random_ids, tiny_model
 LENGTH = 45
 
 
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 def filled(model, ids, cache=None, **arguments):
     cache = DynamicCache() if cache is None else cache
     read_into_cache(model, cache, ids, **arguments)

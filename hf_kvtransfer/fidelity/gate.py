@@ -138,9 +138,9 @@ class FidelityGate:
         try:
             report = mapper.evidence
         except EvidenceError as error:
-            return self._verdict(mapper, [str(error)])
+            return self.verdict(mapper.name, [str(error)])
         if report is None:
-            return self._verdict(mapper, [NO_EVIDENCE])
+            return self.verdict(mapper.name, [NO_EVIDENCE])
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
@@ -157,7 +157,7 @@ class FidelityGate:
             identity = ModelIdentity.from_model(target, target_tokenizer)
             policy = cache_policy(target if target_cache is None else target_cache)
             reasons += self._compare("target", report.target, identity, policy)
-        return self._verdict(mapper, reasons + self.judge(report))
+        return self.verdict(mapper.name, reasons + self.judge(report))
 
     def judge(self, report: FidelityReport) -> list[str]:
         """
@@ -249,5 +249,6 @@ class FidelityGate:
             if policy is not None and bool(policy.get(key)) != bool(measured.get(key))
         ]
 
-    def _verdict(self, mapper: KVMapper, reasons: list[str]) -> Verdict:
-        return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper.name)
+    def verdict(self, mapper: str, reasons: list[str]) -> Verdict:
+        """What follows from all that speaks against the mapper of this name."""
+        return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper)

@@ -87,5 +87,4 @@ def _judge(repo_id: str, revision: str, gate: FidelityGate, token: bool | str | 
         pass
     except EvidenceError as error:
         reasons = [str(error)]
-    verdict = Verdict(not reasons or not gate.strict, tuple(reasons), gate.strict, repo_id)
-    return FoundMapper(repo_id, revision, verdict, gap)
+    return FoundMapper(repo_id, revision, gate.verdict(repo_id, reasons), gap)

@@ -44,11 +44,6 @@ def replay(model):
     return Replay(identity_mapper(model), model, model)
 
 
-@pytest.fixture(scope="module")
-def gemma():
-    return tiny_model("gemma3")
-
-
 def ids_of(model, length, seed=0):
     return random_ids(model, 1, length, seed=seed)[0].tolist()
 

@@ -117,6 +117,20 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 STATE = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 UNSUPPORTED = {
     "mamba": (
@@ -145,21 +159,7 @@ UNSUPPORTED = {
     "qwen3.5": ("Qwen3_5Text", SMALL | LINEAR),
     "deepseek-v3": (
         "DeepseekV3",
-        without("head_dim")
-        | {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 2,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 16,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-        },
+        without("head_dim") | LATENT,
     ),
 }
 
