@@ -66,8 +66,9 @@ class AttentionInput:
     def __exit__(self, *exception) -> None:
         self._hook.remove()
 
-    def _listen(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
+    def _listen(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        # Another thread that is about to call a hook which is just being removed calls it without `kwargs`.
+        if threading.get_ident() == self._thread and kwargs is not None:
             named = kwargs.get("hidden_states")
             states = (named, *args, *kwargs.values())
             self._hidden_states = next((value.detach() for value in states if _is_hidden_states(value)), None)

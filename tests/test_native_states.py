@@ -10,7 +10,7 @@ from transformers import DynamicCache, Gemma3nForCausalLM, Gemma3nTextConfig, GP
 
 from hf_kvtransfer import UnsupportedModelError
 from hf_kvtransfer.compat import cache_argument, read_into_cache
-from hf_kvtransfer.native_states import read_first_layers
+from hf_kvtransfer.native_states import AttentionInput, read_first_layers
 from hf_kvtransfer.padding import pad_rows, positions_from_mask
 from hf_kvtransfer.probe import probe_model
 
@@ -125,6 +125,27 @@ def test_another_thread_may_run_the_same_model():
     between.remove()
     assert torch.equal(states.hidden_states, expected.hidden_states)
     assert torch.equal(states.keys_and_values[2][0], expected.keys_and_values[2][0])
+
+
+def test_a_listener_may_go_while_another_thread_is_about_to_call_it():
+    model = tiny_model("llama")
+    ids, listener = random_ids(model, 1, 9), AttentionInput(model, 1)
+    attention = model.get_submodule(probe_model(model).layers[1].attention)
+    first = attention.register_forward_pre_hook(lambda module, args: listener.__exit__())
+    failures = []
+
+    def run():
+        try:
+            whole_prefill(model, ids)
+        except Exception as error:
+            failures.append(error)
+
+    listener.__enter__()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    first.remove()
+    assert failures == []
 
 
 def test_failures_leave_no_hook():
