@@ -46,7 +46,7 @@ style: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[gguf,dev]'
 	touch $@
 
 clean:

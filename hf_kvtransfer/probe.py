@@ -101,7 +101,7 @@ class _Call:
     @property
     def position_name(self) -> str | None:
         arguments = self.bind().arguments
-        return next((name for name, value in arguments.items() if _is_position_ids(value)), None)
+        return next((name for name, value in arguments.items() if is_position_ids(value)), None)
 
     def bind(self) -> inspect.BoundArguments:
         return inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
@@ -174,7 +174,7 @@ def _probe(model: PreTrainedModel) -> Probe:
         attention_calls[layer_idx] = stack[-1]
 
     cache = _RecordingCache(model.config, on_update)
-    _check_cache_layers(cache, model_class)
+    check_cache_layers(cache, model_class)
     sliding_windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
 
     with _eval_mode(model):
@@ -232,7 +232,7 @@ def _probe_layer(
     else:
 
         def replace(value):
-            return replay if value is cache else value + 3 if _is_position_ids(value) else value
+            return replay if value is cache else value + 3 if is_position_ids(value) else value
 
     call.repeat(replace)
     other_key_states, other_value_states = replay.updates[layer_idx]
@@ -254,7 +254,8 @@ def _probe_layer(
     )
 
 
-def _check_cache_layers(cache: DynamicCache, model_class: str) -> None:
+def check_cache_layers(cache: DynamicCache, model_class: str) -> None:
+    """Refuse a model one of whose layers does not cache keys and values token by token."""
     for layer_idx, layer in enumerate(cache.layers):
         name = type(layer).__name__
         if name not in _TOKEN_BY_TOKEN_LAYERS:
@@ -277,7 +278,8 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _is_position_ids(value: Any) -> bool:
+def is_position_ids(value: Any) -> bool:
+    """Whether an argument of a module stands for the positions of the probe's tokens."""
     return (
         isinstance(value, torch.Tensor)
         and value.ndim >= 2

@@ -7,9 +7,12 @@ import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 import yaml
+from huggingface_hub import constants
 
 
 TOKEN = "hf_test"
@@ -82,6 +85,18 @@ class HubServer(ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         """A client that has gone is no news."""
+
+
+def use_hub(server: HubServer, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let the Hub's client speak to a server, with an empty cache. It reads the environment when it is imported."""
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -8,9 +8,15 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import KVTransferError
+from .doctor import doctor
 from .evaluate import evaluate
+from .fit import fit
 from .gate import gate
+from .generate import generate
+from .inspect import inspect
 from .output import print_error
+from .pull import pull
+from .push import push
 
 
 class _Group(TyperGroup):
@@ -39,8 +45,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,  # they print local variables: whole tensors
 )
-app.command()(evaluate)
-app.command()(gate)
+for command in (doctor, fit, evaluate, gate, inspect, generate, push, pull):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,8 +62,10 @@ def main(
     ] = False,
 ) -> None:
     """
-    Is a translated KV cache good enough, and who says so?
+    A second model continues from the first one's KV cache, translated.
 
-    `evaluate` measures a mapper on your own text and writes what it found beside its weights. `gate` tells from that
-    whether the mapper may be used. Both exit with 0 if it may, 1 if it is refused, and 2 after an error.
+    Will a pair work (`doctor`)? Make a mapper for it (`fit`), measure it on your own text (`evaluate`), ask whether it
+    may be used (`gate`), look at it (`inspect`), use it (`generate`), share it (`push`, `pull`).
+
+    All exit with 0, or with 2 after an error. `doctor`, `evaluate` and `gate` exit with 1 if they advise against it.
     """

@@ -31,7 +31,7 @@ def plot_selection(config: KVMapperConfig) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "Plots are drawn with matplotlib: `pip install matplotlib`, or hf-kvtransfer[plots]."
+            "Plots are drawn with matplotlib: `pip install matplotlib`, or hf-kvtransfer[fit]."
         ) from error
     source, _ = config.validate_layout()
     reports = (config.fit or {}).get("layers")
