@@ -136,7 +136,7 @@ def _print(mapper: "KVMapper", folder: Path, source: str, target: str, as_json: 
         entries = {"folder": str(folder), "bytes": mapper.num_bytes(), "digest": mapper.digest()}
         output.print_object(entries | {"explained_variance": explained, "fit": mapper.config.fit, "next": upcoming})
         return
-    output.print_line(f"{folder}: {mapper.num_bytes() / 1e6:.1f} MB", "bold green")
+    output.print_line(f"{folder}: {output.size(mapper.num_bytes())}", "bold green")
     if explained is not None:
         output.print_line(
             f"Of held-out text it explains {explained['keys']:.1%} of the keys' and {explained['values']:.1%} of the "

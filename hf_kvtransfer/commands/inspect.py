@@ -82,7 +82,7 @@ def _mapper(name: str, revision: str, as_json: bool) -> None:
     output.print_line(f"Source: {mapper.source_geometry.describe()}")
     output.print_line(f"Target: {mapper.target_geometry.describe()}")
     storage = f"{config.storage['bits']}-bit weights" if config.storage else str(mapper.dtype).removeprefix("torch.")
-    output.print_line(f"Size: {mapper.num_bytes() / 1e6:.1f} MB, {storage}")
+    output.print_line(f"Size: {output.size(mapper.num_bytes())}, {storage}")
     if "train_tokens" in fit:
         output.print_line(f"Fitted on {fit['train_tokens']:,} tokens of {fit.get('num_texts', '?')} texts")
     if explained is not None:

@@ -76,6 +76,11 @@ def print_object(entries: dict[str, Any]) -> None:
     print(json.dumps(entries, indent=2, ensure_ascii=False))
 
 
+def size(number: int) -> str:
+    """A number of bytes, for people."""
+    return f"{number / 1e6:.1f} MB" if number >= 10**6 else f"{number / 1e3:.1f} kB"
+
+
 def print_error(error: BaseException) -> None:
     """Print what went wrong on stderr, in one line whatever its message looks like."""
     message = " ".join([str(error) or repr(error), *getattr(error, "__notes__", ())])

@@ -64,5 +64,5 @@ def pull(
         entries = {"folder": str(folder), "revision": mapper.revision, "bytes": mapper.num_bytes()}
         output.print_object(entries | {"admitted": verdict.admitted, "reasons": list(verdict.reasons)})
     else:
-        output.print_line(f"{repo_id} at {mapper.revision[:7]} is in {folder}, {mapper.num_bytes() / 1e6:.1f} MB.")
+        output.print_line(f"{repo_id} at {mapper.revision[:7]} is in {folder}, {output.size(mapper.num_bytes())}.")
         output.print_verdict(verdict, "Judged on its evidence. Hold it against your models: hf-kvtransfer gate.")

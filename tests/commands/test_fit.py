@@ -33,7 +33,7 @@ def test_fit_says_what_was_made_and_what_to_run_next(command, run, tmp_path):
     assert result.exit_code == 0, result.output
     mapper = KVMapper.from_pretrained(tmp_path / "new")
     assert mapper.config.fit["num_texts"] == 24
-    assert f"{mapper.num_bytes() / 1e6:.1f} MB" in result.stdout
+    assert f"{mapper.num_bytes() / 1e3:.1f} kB" in result.stdout
     assert "explains" in result.stdout
     assert f"hf-kvtransfer evaluate {tmp_path / 'new'} --source" in result.stdout
     assert "Summing" in result.stderr
