@@ -111,9 +111,7 @@ def diagnose(source: Side, target: Side, mapper: KVMapper | None = None, tokens:
 def _about_model(role: str, side: Side, outline: ModelOutline) -> Iterator[Finding]:
     yield Finding(role, "good", f"{outline.model_class} caches {outline.geometry.describe()}; {outline.positions}.")
     if not outline.is_rotary_checked:
-        yield Finding(
-            role, "note", "Whether positions can be taken off its keys shows when its weights are there: it is large."
-        )
+        yield Finding(role, "note", "Whether positions can be taken off its keys shows when its weights are there.")
     if outline.rotary_limit is not None:
         yield Finding(
             role,

@@ -88,6 +88,11 @@ class ModelOutline:
                 f"{model_class} caches one compressed state for keys and values (multi-head latent attention), which "
                 "cannot be translated. Re-prefill this model."
             )
+        for module in model.modules():
+            # In some versions of transformers they compare positions with a limit, and on `meta` there are none.
+            if (rope_type := getattr(module, "rope_type", None)) is not None:
+                default = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+                module.rope_type = default  # type: ignore[assignment]
         try:
             read_into_cache(model, cache, torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long))
         except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:

@@ -1,6 +1,7 @@
 """`hf-kvtransfer doctor`: will this pair work, why not, and what is to be expected?"""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from . import loading, output
 
 
 if TYPE_CHECKING:
-    from ..diagnosis import Side
+    from ..diagnosis import Finding, Side
 
 _MARKS = {"good": ("✓", "green"), "note": ("!", "yellow"), "bad": ("✗", "bold red")}
 
@@ -71,7 +72,7 @@ def doctor(
         for finding in findings:
             mark, style = _MARKS[finding.level]
             output.print_line(f"{mark} {finding.topic}: {finding.text}", style)
-        output.print_line(_verdict(works, sides.values(), mapper), "bold green" if works else "bold red")
+        output.print_line(_verdict(findings, sides.values(), mapper), "bold green" if works else "bold red")
     raise typer.Exit(0 if works else 1)
 
 
@@ -111,9 +112,12 @@ def _on_the_hub(source: str, target: str) -> str:
     )
 
 
-def _verdict(works: bool, sides, mapper: str | None) -> str:
+def _verdict(findings: "list[Finding]", sides: Iterable["Side"], mapper: str | None) -> str:
     what = "This pair" if mapper is None else "This mapper on this pair"
-    if not works:
+    against = {finding.topic for finding in findings if finding.level == "bad"}
+    if against == {"evidence"}:
+        return "This pair works, but the gate refuses this mapper."
+    if against:
         return f"{what} will not work."
     if all(side.model is not None for side in sides):
         return f"{what} works."

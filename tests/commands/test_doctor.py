@@ -53,11 +53,11 @@ def pair(tokenizers, tmp_path_factory):
         (("llama",), ("llama", "wordpiece"), True, "fit with kind 'identity'"),
         (("llama", None), ("qwen3",), True, "Not compared"),
         (("mixtral",), ("gpt2",), True, "no rotary embedding"),
-        (("llama-405b", None), ("llama",), True, "its weights are there: it is large"),
+        (("llama-405b", None), ("llama",), True, "shows when its weights are there"),
         (("llama",), ("phi3-long",), True, "Contexts of more than 256 tokens are refused"),
         (("mamba",), ("llama",), False, "recurrent or compressed state"),
         (("llama",), ("deepseek_v3",), False, "multi-head latent attention"),
-        (("gptj",), ("llama",), False, "rotates its keys in a way that is not known"),
+        (("gptj",), ("llama",), False, "GPTJForCausalLM rotates its keys"),
         (("t5",), ("llama",), False, "encoder-decoder"),
     ],
 )
@@ -96,6 +96,12 @@ def test_mapper_of_another_pair(files, run, tmp_path, tokenizers):
     assert "It was fitted for a target of 4 layers of 2 KV heads x 16" in result.stdout
     assert "it has no evidence" in result.stdout
     assert "This mapper on this pair will not work." in result.stdout
+
+
+def test_mapper_that_nobody_has_measured(files, run):
+    result = run("doctor", files / "model", files / "model", files / "mapper", "--config-only")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "This pair works, but the gate refuses this mapper."
 
 
 def test_nothing_there(run, files):

@@ -51,7 +51,7 @@ def test_options_reach_the_fit(models, texts, run, tmp_path):
     assert mapper.config.native_layers == 1
     assert mapper.config.storage["bits"] == 8
     assert {spec.get("rank") for spec in mapper.config.layers} == {None, 3}
-    assert found["fit"]["train_tokens"] + found["fit"]["held_out_tokens"] < 2000
+    assert found["fit"]["train_tokens"] + found["fit"]["held_out_tokens"] < 2300  # to the end of a text
     assert found["bytes"] < 60_000
 
 

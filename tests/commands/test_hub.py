@@ -11,7 +11,17 @@ from ..hub_server import TOKEN, HubServer
 
 
 NAME = "me/source-to-target"
-CODE = "import sys; from hf_kvtransfer.commands import app; app(sys.argv[1:], prog_name='hf-kvtransfer')"
+# Several commands in one process, which takes its time to import torch.
+CODE = """
+import json, sys
+from hf_kvtransfer.commands import app
+for arguments in json.loads(sys.argv[1]):
+    try:
+        app(arguments, prog_name="hf-kvtransfer")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 
 
 @pytest.fixture
@@ -22,7 +32,7 @@ def hub():
 
 @pytest.fixture
 def process(hub, tmp_path):
-    """Run a command as a user does."""
+    """Run commands as a user does."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",
@@ -31,35 +41,31 @@ def process(hub, tmp_path):
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
 
-    def run(*arguments, **changes):
-        return subprocess.run(
-            [sys.executable, "-c", CODE, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env=environment | changes,
+    def run(*commands):
+        arguments = json.dumps([[str(argument) for argument in command] for command in commands])
+        result = subprocess.run(
+            [sys.executable, "-c", CODE, arguments], capture_output=True, text=True, env=environment
         )
+        assert result.returncode == 0, result.stderr
+        return result
 
     return run
 
 
 def test_push_pull_generate(evaluated, models, process, hub, tmp_path):
     folder, _ = evaluated
-    pushed = process("push", folder, NAME, "--source", "org/source", "--target", "org/target", "--json")
-    assert pushed.returncode == 0, pushed.stderr
+    pushed = process(("push", folder, NAME, "--source", "org/source", "--target", "org/target", "--json"))
     revision = json.loads(pushed.stdout)["revision"]
     assert hub.repos[NAME].tags()[:3] == ["hf-kvtransfer", "kv-source:org/source", "kv-target:org/target"]
 
-    pulled = process("pull", NAME, tmp_path / "pulled")
-    assert pulled.returncode == 0, pulled.stderr
-    assert f"{NAME} at {revision[:7]} is in {tmp_path / 'pulled'}" in pulled.stdout
-    assert f"{NAME}: admitted" in pulled.stdout
-    for name in ("model.safetensors", "fidelity.json", "config.json"):
-        assert (tmp_path / "pulled" / name).read_bytes() == (folder / name).read_bytes()
-
     (tmp_path / "context.txt").write_text("The river carries silt down to the delta. " * 8)
     written = process(
-        "generate", NAME, *models, "--context", tmp_path / "context.txt", "--max-new-tokens", 4, HF_HUB_OFFLINE="1"
+        ("pull", NAME, tmp_path / "pulled"),
+        ("generate", NAME, *models, "--context", tmp_path / "context.txt", "--max-new-tokens", 4),
     )
-    assert written.returncode == 0, written.stderr
+    assert f"{NAME} at {revision[:7]} is in {tmp_path / 'pulled'}" in written.stdout
+    assert f"{NAME}: admitted" in written.stdout
+    for name in ("model.safetensors", "fidelity.json", "config.json"):
+        assert (tmp_path / "pulled" / name).read_bytes() == (folder / name).read_bytes()
     assert f"{NAME}@{revision[:7]}" in written.stderr
     assert "tokens translated" in written.stderr
