@@ -133,7 +133,7 @@ def advice(error: Exception) -> str | None:
     if isinstance(error, RevisionNotFoundError):
         return "Check `revision`."
     if isinstance(error, LocalEntryNotFoundError):
-        return "Check the network and HF_HUB_OFFLINE: it was not downloaded before."
+        return "Check the network and HF_HUB_OFFLINE, or download it once with `hf-kvtransfer pull`."
     if isinstance(error, HTTPError) and status is None:
         return "Check the network and try again."
     return None
