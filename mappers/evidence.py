@@ -52,8 +52,7 @@ def main():
     parser.add_argument("data", type=Path, help="folder with the four files")
     parser.add_argument("--texts", type=int, default=20, help="held-out pieces of each kind of text")
     parser.add_argument("--dialogues", type=int, default=10)
-    parser.add_argument("--choices", type=int, default=400, help="HellaSwag's questions")
-    parser.add_argument("--answers", type=int, default=100, help="GSM8K's questions")
+    parser.add_argument("--choices", type=int, default=30, help="questions of each kind")
     parser.add_argument("--mapper", type=Path, default=FOLDER)
     arguments = parser.parse_args()
 
@@ -65,7 +64,7 @@ def main():
     }
     data["dialogue"] = spread(read(arguments.data / "dialogues.jsonl"), arguments.dialogues)
     data["HellaSwag, 3-shot"] = spread(few_shot(read(arguments.data / "hellaswag.jsonl")), arguments.choices)
-    data["GSM8K, whose answer"] = spread(read(arguments.data / "gsm8k.jsonl"), arguments.answers)
+    data["GSM8K, whose answer"] = spread(read(arguments.data / "gsm8k.jsonl"), arguments.choices)
 
     source, source_tokenizer = load_demo_model(SOURCE)
     target, target_tokenizer = load_demo_model(TARGET)
