@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .hub.search import FoundMapper, find_mappers
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
+    from .segment import Segment
     from .source import SourceKV
     from .transfer_report import TransferReport
 
@@ -58,6 +59,7 @@ __all__ = [
     "PairMismatchError",
     "PrefixMismatchError",
     "RefusedError",
+    "Segment",
     "ShadowTransfer",
     "SourceCacheError",
     "SourceKV",
@@ -84,6 +86,7 @@ _MODULES = {
     "KVMapper": ".mapper",
     "KVMapperConfig": ".mapper",
     "ModelIdentity": ".identity",
+    "Segment": ".segment",
     "ShadowTransfer": ".fidelity.shadow",
     "SourceKV": ".source",
     "TransferReport": ".transfer_report",

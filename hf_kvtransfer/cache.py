@@ -1,22 +1,25 @@
 """What `generate` sees: a `DynamicCache` that is translated, or empty if the translation cannot be trusted."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from .errors import BatchMismatchError, EvidenceError, KVTransferError, PrefixMismatchError, RefusedError
+from .admission import Admission
+from .errors import KVTransferError, PrefixMismatchError, RefusedError
 from .fidelity.gate import FidelityGate
-from .fidelity.probe_band import ProbeBand, ProbeResult
-from .fidelity.tail_reading import read_tail
-from .guarded_cache import GuardedCache
-from .layers import FilledTranslator, LayerTranslator, PendingLayer, install
+from .fidelity.tail_probe import probe_tail
+from .layers import LayerTranslator, install
 from .mapper import KVMapper
-from .snapshots import Growth, Snapshot
+from .restoring_cache import RestoringCache, describe
+from .segment import Segment, check_segments
+from .segment_binding import SegmentBinding
+from .segmented_translation import SegmentedTranslation
 from .source import SourceKV
 from .storage import check_filled, check_room, take_storage
 from .transfer_report import TransferReport
@@ -25,8 +28,10 @@ from .translation import Translation, check_not_negative
 
 logger = logging.get_logger(__name__)
 
+OnRefusal = Literal["recompute", "raise"]
 
-class TranslatedCache(GuardedCache):
+
+class TranslatedCache(RestoringCache):
     """
     A cache for a target model, translated layer by layer from a source model's when the target first asks.
 
@@ -106,46 +111,24 @@ class TranslatedCache(GuardedCache):
         probe_tokens: int | None = None,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
-        on_refusal: Literal["recompute", "raise"] = "recompute",
+        on_refusal: OnRefusal = "recompute",
         revision: str | None = None,
     ):
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
-        if on_refusal not in ("recompute", "raise"):
-            raise ValueError(f"`on_refusal` must be 'recompute' or 'raise', got {on_refusal!r}.")
         if not isinstance(source, SourceKV) and (source_model is None or source_input_ids is None):
             raise ValueError(
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
-        super().__init__(target)
-        if storage is not None:
-            take_storage(self, storage)
-        self._on_refusal = on_refusal
-        # Layers as they were before this forward pass, to go back to if a later one fails.
-        self._before: dict[int, Snapshot] = {}
-        self._is_settled = False
-        self.report = TransferReport("recomputed", mapper.name if isinstance(mapper, KVMapper) else str(mapper))
-        try:
-            if not isinstance(source, SourceKV):
-                source = SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
-            if not isinstance(mapper, KVMapper):
-                # In the dtype that the target computes in, so that no layer map is converted at every request.
-                mapper = cast(
-                    KVMapper, KVMapper.from_pretrained(mapper, revision=revision or "main", dtype=target.dtype)
-                )
-            verdict = (gate or FidelityGate()).admit(
-                mapper,
-                source,
-                target,
-                target_tokenizer=target_tokenizer,
-                sink_tokens=sink_tokens,
-                target_cache=storage,
-            )
-            self.report = TransferReport.make("recomputed", mapper, verdict=verdict)
-            if not verdict.admitted:
-                raise RefusedError(str(verdict))
-            translation = Translation(
-                source,
-                mapper,
+        self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, storage, revision)
+
+        def bind() -> Translation:
+            source_kv = source
+            if not isinstance(source_kv, SourceKV):
+                source_kv = SourceKV.from_cache(source_kv, source_model, source_input_ids, tokenizer=source_tokenizer)
+            return Translation(
+                source_kv,
+                admission.admit(mapper, source_kv),
                 target,
                 target_tokenizer=target_tokenizer,
                 input_ids=input_ids,
@@ -153,107 +136,140 @@ class TranslatedCache(GuardedCache):
                 sink_tokens=sink_tokens,
                 tail_tokens=tail_tokens,
             )
-            translator, probe = _probe(translation, mapper, probe_tokens)
-            self.report = TransferReport.make("recomputed", mapper, verdict=verdict, probe=probe)
+
+        self._stand_for(bind, admission, probe_tokens)
+
+    @classmethod
+    def from_segments(
+        cls,
+        segments: Sequence[Segment],
+        target: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        prefix: Cache | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+        sink_tokens: int | None = None,
+        tail_tokens: int = 1,
+        probe_tokens: int | None = None,
+        storage: Cache | None = None,
+        gate: FidelityGate | None = None,
+        on_refusal: OnRefusal = "recompute",
+    ) -> "TranslatedCache":
+        """
+        A cache of which ranges come from several sources, through a mapper each, and others from the target itself.
+
+        Translated ranges stand for themselves: they depend on nothing that precedes them. Native ranges are read on
+        top of all that precedes them, so those between translated ones are read at once, in order, and what they stand
+        on is translated for all layers. A range whose mapper the gate refuses, or that is not the text of its source,
+        is native, too; the cache is empty if that leaves nothing, or if the probe refuses.
+
+        Args:
+            segments (`Sequence[Segment]`):
+                One after the other, without gaps, from the prompt's first token or from the end of `prefix`. What
+                stands behind the last translated one is left for `generate` to read.
+            target (`PreTrainedModel`):
+                The model that will continue.
+            input_ids (`torch.LongTensor`), attention_mask (`torch.LongTensor`, *optional*):
+                The target's ids of the prompt, `[batch, tokens]`, rows without padding.
+            prefix (`Cache`, *optional*):
+                What the target has in a cache of the prompt's first tokens, every one in every layer (see
+                `activate_past_recording`). It is left as it is, and stands by itself where the segments are refused.
+            target_tokenizer, sink_tokens, tail_tokens, probe_tokens, storage, gate, on_refusal:
+                As of [`TranslatedCache`]: the tail is that of the prompt, the probe of the last translated segment.
+
+        Raises:
+            `ValueError`: segments that overlap, leave a gap or reach beyond the prompt or the target's positions.
+            `BatchMismatchError`: rows are padded, or not those of `prefix`.
+            `SourceCacheError`: `prefix` has dropped tokens.
+            [`KVTransferError`]: with `on_refusal="raise"`, also for a single segment that cannot be translated.
+        """
+        check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
+        held = 0 if prefix is None else int(prefix.get_seq_length())
+        first = min(segments[0].start, held) if segments else held
+        num_tokens = input_ids.shape[1]
+        check_segments(segments, first, num_tokens, target)
+        length = max(num_tokens - tail_tokens, 0)
+        binding = SegmentBinding(target, target_tokenizer, input_ids, attention_mask, length, prefix, first)
+        cache = cls.__new__(cls)
+        cache._begin(target, storage, on_refusal, "no mapper")
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, storage)
+
+        def bind() -> SegmentedTranslation:
+            return binding.bind(segments, admission, sink_tokens, raises=on_refusal == "raise")
+
+        cache._stand_for(bind, admission, probe_tokens, binding.prefix)
+        if prefix is not None:
+            known = getattr(prefix, "translated_mask", cache.translated_mask)[:, : cache._num_prefix]
+            cache.translated_mask[:, : known.shape[1]] |= known
+        return cache
+
+    def _begin(self, target: PreTrainedModel, storage: Cache | None, on_refusal: OnRefusal, mapper: str) -> None:
+        """Be an empty cache."""
+        if on_refusal not in ("recompute", "raise"):
+            raise ValueError(f"`on_refusal` must be 'recompute' or 'raise', got {on_refusal!r}.")
+        super().__init__(target)
+        if storage is not None:
+            take_storage(self, storage)
+        self._on_refusal, self._num_prefix = on_refusal, 0
+        self.report = TransferReport("recomputed", mapper)
+
+    def _stand_for(
+        self,
+        bind: Callable[[], Translation | SegmentedTranslation],
+        admission: Admission,
+        probe_tokens: int | None,
+        prefix: SegmentedTranslation | None = None,
+    ) -> None:
+        """Hold what `bind` gives if nothing speaks against it, else the prefix, if there is one."""
+        translation: Translation | SegmentedTranslation | None = None
+        translator: LayerTranslator | None = None
+        probe = None
+        try:
+            translation = bind()
+            translator, probe = probe_tail(translation, probe_tokens)
             if probe is not None and not probe.passed:
                 raise RefusedError(f"The translated cache does not stand for this context: {probe}.")
-        # Whatever fails while nothing has been used yet costs time only; wrong arguments were refused above.
+            outcome = "translated" if translation.segments else "recomputed"
+            self.report = TransferReport.make(outcome, translation, verdict=admission.verdict, probe=probe)
+        # Whatever fails while nothing has been used yet costs time only; wrong arguments were refused before.
         except Exception as error:
-            if on_refusal == "raise":
+            if self._on_refusal == "raise":
                 raise
-            self._refuse(_describe(error))
+            if admission.mappers:
+                mappers, verdict = admission.mappers, admission.verdict
+                self.report = dataclasses.replace(TransferReport.named(mappers), verdict=verdict, probe=probe)
+            self._refuse(describe(error))
+            translation, translator = prefix, prefix
+        if translation is None:
             return
         check_room(self, translation.geometry, translation.length)
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
-        self.report = TransferReport.make("translated", mapper, translation, verdict=verdict, probe=probe)
+        self.translated_mask = translation.translated_mask.clone()
+        if probe is not None and self.report.outcome == "translated":
+            self.translated_mask[:, -probe.tokens :] = False
+        self._num_prefix = 0 if prefix is None else prefix.length
         install(self, translator)
+
+    def _forget(self) -> None:
+        super()._forget()
+        # Where keys and values are translated, `[batch, tokens]`; the target has read all tokens behind it.
+        self.translated_mask = self.attention_mask.bool()
 
     @property
     def is_translation(self) -> bool:
-        """Whether tokens are translated, and the cache is thus no source for another translation."""
-        return self.report.outcome == "translated" and self.input_ids.shape[1] > 0
+        """Whether tokens are translated, and the cache is thus no source for a translation of them."""
+        return bool(self.translated_mask.any())
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        if self._is_settled:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if layer_idx in self._before:
-            self._before.clear()  # another forward pass has begun
-        before, failure = Snapshot.of(self.layers[layer_idx]), None
-        try:
-            states = self._translate_and_update(key_states, value_states, layer_idx, before, *args, **kwargs)
-        except BaseException as error:
-            if "pending" in before.attributes:
-                error.add_note(str(before.attributes["pending"]))
-            # What native layers have given in this pass is what a prefill gives: it may stay.
-            exact = -1 if self.report.native_layers is None else self.report.native_layers
-            used, self._before = self._before, {layer_idx: before}
-            self._restore()
-            if any(i > exact for i in used) or not self._can_recompute(error, exact):
-                self._before = used
-                self._restore()
-                raise
-            self._before = used
-            failure = _describe(error)
-        if failure is not None:
-            # Not while the error is handled: it would keep alive what the translation had allocated.
-            self._recompute(failure)
-            states = self._translate_and_update(key_states, value_states, layer_idx, before, *args, **kwargs)
-        if not any(isinstance(layer, PendingLayer) for layer in self.layers):
-            self._is_settled = True
-            self._before.clear()
-        return states
+    @property
+    def _may_recompute(self) -> bool:
+        return self._on_refusal == "recompute" and self.report.outcome == "translated"
 
-    def _translate_and_update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        before: Snapshot,
-        *args,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.layers[layer_idx]
-        if isinstance(layer, PendingLayer):
-            layer.materialize(key_states.device, key_states.dtype, key_states.shape[0])
-        growth = Growth.of(layer)
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # Rather than what it was translated from, which its last reader lets go of.
-        self._before[layer_idx] = before if growth is None else growth.before(layer, states)
-        return states
-
-    def _restore(self) -> None:
-        """Take back what this forward pass has done to layers, so that the cache can be asked again."""
-        for layer_idx, snapshot in self._before.items():
-            self.layers[layer_idx] = snapshot.restored()
-        self._before.clear()
-
-    def _can_recompute(self, error: BaseException, exact: int) -> bool:
-        """Whether the target can still read the context itself: no mapped layer was used before, and it would help."""
-        # Layers that share another one's states count as initialised, but hold nothing.
-        own = [
-            layer
-            for i, layer in enumerate(self.layers)
-            if (i > exact or isinstance(layer, PendingLayer))
-            and layer.is_initialized
-            and not getattr(layer, "is_dummy", False)
-        ]
-        return (
-            self._on_refusal == "recompute"
-            and self.is_translation
-            and isinstance(error, Exception)
-            and not isinstance(error, BatchMismatchError)
-            and bool(own)
-            and all(isinstance(layer, PendingLayer) for layer in own)
-        )
-
-    def _recompute(self, failure: str) -> None:
-        """Let the target read the context, in the middle of its forward pass, and stand in for the translation."""
-        pending = [layer for layer in self.layers if isinstance(layer, PendingLayer)]
-        translator = pending[0].pending.translator
-        native = FilledTranslator(translator, translator.prefill())
-        for layer in pending:
-            layer.pending.translator = native.only(layer.pending.layer_idx)
-        self._refuse(failure)
+    @property
+    def _exact_layers(self) -> int:
+        # Of what the prefix is made of nothing is known here.
+        exact = self.report.native_layers
+        return -1 if exact is None or self._num_prefix else exact
 
     def reset(self) -> None:
         super().reset()
@@ -262,6 +278,7 @@ class TranslatedCache(GuardedCache):
     def crop(self, tokens_to_remove: int) -> None:
         check_filled(self, "crop")
         super().crop(tokens_to_remove)
+        self.translated_mask = self.translated_mask[:, : self.input_ids.shape[1]]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         check_filled(self, "reorder_cache")
@@ -286,19 +303,19 @@ class TranslatedCache(GuardedCache):
             translated_tokens=0,
             native_tokens=report.native_tokens + report.translated_tokens,
         )
+        self.translated_mask = torch.zeros_like(self.translated_mask)
         logger.warning(str(self.report))
 
     def _give_up(self, error: KVTransferError) -> None:
         if self._on_refusal == "raise":
             raise error
         self.reset()
-        self._refuse(_describe(error))
+        self._refuse(describe(error))
 
     def _keep(self, columns: int, difference: str | None) -> None:
         report = self.report
-        # What was read after the translation goes first.
-        translated = min(int(self.attention_mask[:, :columns].sum()) - report.native_tokens, report.translated_tokens)
-        if self.is_translation and translated <= 0:
+        translated = int(self.translated_mask[:, self._num_prefix : columns].sum())
+        if report.translated_tokens and not translated and not self._num_prefix:
             why = difference or f"of its {columns + 1} tokens the last is to be read"
             return self._give_up(
                 PrefixMismatchError(
@@ -309,45 +326,8 @@ class TranslatedCache(GuardedCache):
         if difference is not None:
             logger.warning(f"{columns} tokens of the translated cache are kept: {difference}.")
         super()._keep(columns, difference)
-        if self.is_translation:
+        if self.report is report:  # and not given up
             lost = report.translated_tokens - translated
             self.report = dataclasses.replace(
                 report, translated_tokens=translated, held_back_tokens=report.held_back_tokens + lost
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling: keys and values, and nothing of the models that they are from."""
-        for layer in self.layers:
-            if isinstance(layer, PendingLayer):
-                layer.materialize_unasked()
-        self._before.clear()
-        return dict(vars(self))
-
-
-def _probe(
-    translation: Translation, mapper: KVMapper, wanted: int | None
-) -> tuple[LayerTranslator, ProbeResult | None]:
-    """Let the target read the tail, if there is a band to compare its loss with."""
-    try:
-        report = mapper.evidence
-    except EvidenceError:  # which only a gate that is not strict has admitted
-        report = None
-    band = None if report is None or report.probe is None else ProbeBand.from_dict(report.probe)
-    if band is None and wanted:
-        raise EvidenceError(
-            f"`probe_tokens` is {wanted}, but the evidence of mapper {mapper.name} has no band to compare the loss on "
-            "them with. Evaluate the mapper on more text, or leave `probe_tokens` out."
-        )
-    tokens = 0
-    if band is not None and translation.length:
-        shortest = int(translation.attention_mask.sum(-1).min())
-        tokens = band.num_tokens(shortest - translation.num_sinks, wanted)
-    if not tokens:
-        return translation, None
-    readings, cache = read_tail(translation, tokens)
-    return FilledTranslator(translation, cache), band.judge(readings, tokens)
-
-
-def _describe(error: BaseException) -> str:
-    text, notes = f"{type(error).__name__}: {error}", getattr(error, "__notes__", ())
-    return " ".join([text.rstrip(".") + ".", *notes]) if notes else text

@@ -8,7 +8,7 @@ from .geometry import KVGeometry
 
 def check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int, num_tokens: int) -> None:
     """
-    Raise [`SourceCacheError`] unless every layer of a cache has the key and value of every token, read natively.
+    Raise [`SourceCacheError`] unless every layer of a cache has the key and value of every token.
 
     Args:
         cache (`Cache`):
@@ -18,11 +18,6 @@ def check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int,
         batch_size (`int`), num_tokens (`int`):
             Rows and tokens that the cache is said to stand for.
     """
-    if getattr(cache, "is_translation", False):
-        raise SourceCacheError(
-            "The source cache is a TranslatedCache. A translation of a translation loses too much: use the cache of "
-            "the model that read the tokens."
-        )
     if len(cache.layers) != len(geometry.layers):
         raise SourceCacheError(
             f"The source cache has {len(cache.layers)} layers, its model {len(geometry.layers)}: "
@@ -50,3 +45,15 @@ def check_holds_every_token(cache: Cache, geometry: KVGeometry, batch_size: int,
                 f"Layer {layer_idx} of the source cache has keys of shape {list(keys.shape)}, expected {expected}. "
                 "Pass the model that filled the cache, and one row of `input_ids` for each of its rows."
             )
+
+
+def check_read_natively(cache: Cache, start: int, stop: int) -> None:
+    """Raise [`SourceCacheError`] unless the model of a cache has read all tokens of a range itself."""
+    translated = getattr(cache, "translated_mask", None)
+    if translated is not None and translated[:, start:stop].any():
+        columns = translated.any(0).nonzero()
+        raise SourceCacheError(
+            f"Tokens {start} to {stop} are asked of a TranslatedCache, whose tokens {int(columns[0])} to "
+            f"{int(columns[-1]) + 1} are translated. A translation of a translation loses too much: use the cache of "
+            "the model that read the tokens, and pass as `tokens` a range that this model has read itself."
+        )

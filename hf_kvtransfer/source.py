@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from .cache_policy import cache_policy
 from .compat import read_into_cache, token_losses
-from .completeness import check_holds_every_token
+from .completeness import check_holds_every_token, check_read_natively
 from .errors import SourceCacheError
 from .geometry import KVGeometry
 from .identity import ModelIdentity
@@ -117,13 +117,7 @@ class SourceKV:
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise TypeError(f"SourceKV is indexed by a range of tokens such as [10:20], got {tokens!r}.")
-        text, spans = None, None
-        if self.text is not None:
-            spans, text = self.spans[:, tokens].clone(), []
-            for row, mask in enumerate(self.attention_mask[:, tokens].bool()):
-                begin, end = (int(spans[row, mask].min()), int(spans[row, mask].max())) if mask.any() else (0, 0)
-                text.append(self.text[row][begin:end])
-                spans[row, mask] -= begin
+        text, spans = _cut_text(self.text, self.spans, self.attention_mask, tokens)
         return SourceKV(
             [None if states is None else states[:, tokens] for states in self.features],
             self.geometry,
@@ -210,6 +204,7 @@ class SourceKV:
         token_losses: torch.Tensor | None = None,
         text: Sequence[str] | None = None,
         spans: torch.Tensor | None = None,
+        tokens: slice | None = None,
     ) -> "SourceKV":
         """
         Take over a cache that a model has filled. The cache is copied, and may be used further.
@@ -232,10 +227,13 @@ class SourceKV:
                 the target is sharper if it knows what the source expected of the last ones.
             text (`Sequence[str]`, *optional*), spans (`torch.LongTensor`, *optional*):
                 Text of each row and characters of each token, `[batch, tokens, 2]`. By default from the tokenizer.
+            tokens (`slice`, *optional*):
+                The range of tokens to take over, all by default. Of a [`TranslatedCache`] it must be one that the
+                model has read itself.
 
         Raises:
-            `SourceCacheError`: the cache does not hold the key and value of every token of `input_ids`, or is itself
-                a translation.
+            `SourceCacheError`: the cache does not hold the key and value of every token of `input_ids`, or those
+                wanted are translated themselves.
             `UnsupportedModelError`: the model's keys cannot be made position-free.
         """
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
@@ -245,7 +243,9 @@ class SourceKV:
             token_losses = token_losses.float().cpu()
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
         check_holds_every_token(cache, geometry, *input_ids.shape)
-        tables = rotary.at(positions)
+        start, stop, _ = (tokens or slice(None)).indices(input_ids.shape[1])
+        check_read_natively(cache, start, stop)
+        tables = rotary.at(positions[:, start:stop])
         features: list[torch.Tensor | None] = []
         for layer_idx, layer in enumerate(geometry.layers):
             if layer is None:
@@ -253,8 +253,8 @@ class SourceKV:
                 continue
             # Token-major memory: a token's features of all heads lie together, as the maps read them.
             keys, values = cache.layers[layer_idx].keys.detach(), cache.layers[layer_idx].values.detach()
-            keys, values = keys[:, :, : input_ids.shape[1]], values[:, :, : input_ids.shape[1]]
-            states = keys.new_empty(*input_ids.shape, geometry.num_features(layer_idx))
+            keys, values = keys[:, :, start:stop], values[:, :, start:stop]
+            states = keys.new_empty(len(input_ids), stop - start, geometry.num_features(layer_idx))
             key_view, value_view = layer.split_heads(states)
             tables.remove(keys, layer_idx, out=key_view)
             value_view.copy_(values)
@@ -263,16 +263,17 @@ class SourceKV:
             decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
             text = [row for row, _ in decoded]
             spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
+        text, spans = _cut_text(text, spans, mask.cpu(), slice(start, stop))
         return cls(
             features,
             geometry,
-            input_ids.cpu(),
-            mask.cpu(),
-            positions.cpu(),
+            input_ids[:, start:stop].cpu(),
+            mask[:, start:stop].cpu(),
+            positions[:, start:stop].cpu(),
             ModelIdentity.from_model(model, tokenizer),
             text,
             spans,
-            token_losses,
+            None if token_losses is None else token_losses[:, start:stop],
             cache_policy(cache),
         )
 
@@ -327,6 +328,20 @@ class SourceKV:
             if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
                 raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
         return cls(features, geometry, ids, mask, positions, identity, text, spans, losses, policy)
+
+
+def _cut_text(
+    text: Sequence[str] | None, spans: torch.Tensor | None, mask: torch.Tensor, tokens: slice
+) -> tuple[list[str] | None, torch.Tensor | None]:
+    """The text of a range of tokens of each row, and the characters of it that each token stands for."""
+    if text is None:
+        return None, None
+    spans, cut = spans[:, tokens].clone(), []
+    for row, row_mask in enumerate(mask[:, tokens].bool()):
+        begin, end = (int(spans[row, row_mask].min()), int(spans[row, row_mask].max())) if row_mask.any() else (0, 0)
+        cut.append(text[row][begin:end])
+        spans[row, row_mask] -= begin
+    return cut, spans
 
 
 def _last_losses(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

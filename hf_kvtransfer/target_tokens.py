@@ -3,10 +3,11 @@
 import threading
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from .compat import input_device
+from .compat import input_device, read_into_cache, unwrap
 from .native_states import NativeStates, read_first_layers
+from .offloading import unchanged_offloading
 
 
 class TargetTokens:
@@ -54,3 +55,18 @@ class TargetTokens:
             if self._embeddings is None:
                 self._embeddings = module(self.input_ids.to(device))
         return self._embeddings[:, start:stop]
+
+    def prefill(self, length: int) -> DynamicCache:
+        """What the target caches when it reads the first tokens, every one of them also in sliding windows."""
+        cache = DynamicCache(config=self.target.config)
+        cache.activate_past_recording()
+        mask = self.attention_mask[:, :length]
+        with unchanged_offloading(unwrap(self.target)):  # it may be in the middle of a forward pass
+            read_into_cache(
+                self.target,
+                cache,
+                self.input_ids[:, :length],
+                attention_mask=None if mask.all() else mask,
+                position_ids=self.position_ids[:, :length],
+            )
+        return cache

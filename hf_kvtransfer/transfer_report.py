@@ -1,10 +1,12 @@
 """What became of one request."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from .fidelity.gate import Verdict
 from .fidelity.probe_band import ProbeResult
 from .mapper import KVMapper
+from .segmented_translation import SegmentedTranslation
 from .translation import Translation
 
 
@@ -17,11 +19,11 @@ class TransferReport:
         outcome (`str`):
             `"translated"`, or `"recomputed"` if the target reads the context itself.
         mapper (`str`):
-            Where the mapper came from.
+            Where the mapper came from; of several segments, all of them.
         revision (`str`, *optional*):
             Its commit, if it came from the Hub.
         reasons (`tuple[str, ...]`):
-            Why the target recomputes.
+            Why the target recomputes, all or, of a cache of several segments, some of the tokens.
         verdict ([`Verdict`], *optional*):
             What the gate decided. `None` if it was not asked.
         probe ([`ProbeResult`], *optional*):
@@ -32,7 +34,8 @@ class TransferReport:
         translated_tokens (`int`):
             Target tokens whose keys and values are translated.
         native_tokens (`int`):
-            Target tokens of the context that the target has read itself, at its start and for the probe.
+            Target tokens of the context that the target has read itself, at its start, for the probe, and between
+            segments that are translated.
         held_back_tokens (`int`):
             Target tokens at the end of the context that the target still has to read.
         native_layers (`int`, *optional*):
@@ -63,27 +66,36 @@ class TransferReport:
     layer_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
+    def named(cls, mappers: Sequence[KVMapper]) -> "TransferReport":
+        """A report of nothing yet about a request through these mappers."""
+        name = ", ".join(dict.fromkeys(mapper.name for mapper in mappers)) or "no mapper"
+        return cls("recomputed", name, mappers[0].revision if len(mappers) == 1 else None)
+
+    @classmethod
     def make(
         cls,
         outcome: str,
-        mapper: KVMapper,
-        translation: Translation | None = None,
+        translation: Translation | SegmentedTranslation,
         *,
         verdict: Verdict | None = None,
         probe: ProbeResult | None = None,
     ) -> "TransferReport":
-        """A report with the counts of a translation, if there is one."""
-        report = cls(outcome, mapper.name, mapper.revision, verdict=verdict, probe=probe)
-        if translation is None:
-            return report
-        native = (translation.num_sinks + (probe.tokens if probe is not None else 0)) * translation.batch_size
+        """A report with the counts of a translation."""
+        mappers = list({id(segment.mapper): segment.mapper for segment in translation.segments}.values())
+        native_layers = [mapper.config.native_layers for mapper in mappers]
+        probed = 0 if probe is None else probe.tokens * translation.batch_size
+        translated = int(translation.translated_mask.sum()) - probed
         return dataclasses.replace(
-            report,
-            source_tokens=int(translation.source_kv.attention_mask.sum()),
-            translated_tokens=int(translation.attention_mask.sum()) - native,
-            native_tokens=native,
+            cls.named(mappers),
+            outcome=outcome,
+            reasons=translation.reasons,
+            verdict=verdict,
+            probe=probe,
+            source_tokens=sum(segment.source_tokens for segment in translation.segments),
+            translated_tokens=translated,
+            native_tokens=int(translation.attention_mask.sum()) - translated,
             held_back_tokens=translation.held_back_tokens,
-            native_layers=mapper.config.native_layers,
+            native_layers=None if None in native_layers else min(native_layers, default=None),
             coverage=translation.coverage,
             boundary_share=translation.boundary_share,
             layer_seconds=translation.layer_seconds,
@@ -102,6 +114,8 @@ class TransferReport:
             f"{mapper}: {self.translated_tokens} tokens translated, {self.native_tokens} read by the target, "
             f"{self.held_back_tokens} held back (source: {self.source_tokens}, coverage {self.coverage:.0%}){notes}"
         )
+        if self.reasons:
+            text = "\n  - ".join([f"{text}; not everything could be translated", *self.reasons])
         if self.verdict is not None and self.verdict.reasons:
             text = "\n  - ".join([f"{text}; the gate was not strict, in spite of this", *self.verdict.reasons])
         return text

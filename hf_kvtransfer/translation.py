@@ -2,13 +2,13 @@
 
 import copy
 import time
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import TokenAlignment, align_tokens
-from .compat import input_device, model_name, read_into_cache, unwrap
+from .compat import input_device, model_name, read_into_cache
 from .errors import (
     AlignmentError,
     BatchMismatchError,
@@ -18,7 +18,6 @@ from .geometry import KVGeometry, LayerGeometry
 from .mapper import KVMapper
 from .maps.storage import in_dtype
 from .native_states import NativeStates
-from .offloading import unchanged_offloading
 from .padding import pad_rows, positions_from_mask, unpad_rows
 from .pair import check_pair, check_token_features
 from .rotary import Rotary
@@ -88,10 +87,7 @@ class Translation:
         tail_tokens: int = 1,
     ):
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens)
-        self.source_kv, self.mapper, self.target = source_kv, mapper, target
-        self.geometry = KVGeometry.from_model(target)
-        rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
-        check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
+        self._bind(source_kv, mapper, target, target_tokenizer)
 
         rows, alignments = self._align(target_tokenizer, input_ids, attention_mask)
         all_ids, mask = pad_rows(rows)
@@ -112,7 +108,7 @@ class Translation:
         self.known_ids = all_ids[:, :known]
         self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]
         self.position_ids = positions_from_mask(self.attention_mask)
-        self._rotary, self.key_positions = rotary, self.position_ids
+        self.key_positions = self.position_ids
 
         # Padding listens to whatever stands in its column.
         index = torch.arange(known).clamp(max=len(source_kv) - 1).repeat(self.batch_size, 1)
@@ -135,9 +131,46 @@ class Translation:
         self.coverage = coverage
         self.boundary_share = sum(alignment.boundary_share for alignment in read) / len(read)
 
+    def _bind(
+        self,
+        source_kv: SourceKV,
+        mapper: KVMapper,
+        target: PreTrainedModel,
+        target_tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self.source_kv, self.mapper, self.target = source_kv, mapper, target
+        self.geometry = KVGeometry.from_model(target)
+        self._rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
+        check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
+
     @property
     def batch_size(self) -> int:
         return self.source_kv.batch_size
+
+    @property
+    def segments(self) -> tuple["Translation", ...]:
+        """As of a translation of several: what maps some of the tokens, in order."""
+        return (self,)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """As of a translation of several: why there are not more of them."""
+        return ()
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens that the source has read, of all rows."""
+        return int(self.source_kv.attention_mask.sum())
+
+    @property
+    def mapped_tokens(self) -> int:
+        """Tokens of the shortest row that are mapped, and not read by the target."""
+        return int(self.attention_mask.sum(-1).min()) - self.num_sinks
+
+    @property
+    def translated_mask(self) -> torch.Tensor:
+        """Which tokens are mapped, `[batch, length]`: all but padding and sinks."""
+        return self.attention_mask.bool() & (self.attention_mask.cumsum(-1) > self.num_sinks)
 
     @property
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
@@ -161,7 +194,7 @@ class Translation:
         other.mapper, other.layer_seconds = mapper, {}
         return other
 
-    def only(self, layer_idx: int) -> "Translation":
+    def only(self, layer_idx: int) -> Self:
         """The same request for one layer, which holds no source layer but those that its map reads."""
         other = copy.copy(self)
         layer_map: Any = self.mapper.layers[layer_idx]
@@ -230,18 +263,7 @@ class Translation:
 
     def prefill(self) -> DynamicCache:
         """What the target caches when it reads the tokens itself, every one of them also in sliding windows."""
-        cache = DynamicCache(config=self.target.config)
-        cache.activate_past_recording()
-        padded = not self.attention_mask.all()
-        with unchanged_offloading(unwrap(self.target)):  # it may be in the middle of a forward pass
-            read_into_cache(
-                self.target,
-                cache,
-                self.input_ids,
-                attention_mask=self.attention_mask if padded else None,
-                position_ids=self.position_ids,
-            )
-        return cache
+        return self._target_tokens.prefill(self.length)
 
     def _align(
         self,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_kvtransfer
-from hf_kvtransfer import FidelityGate, FidelityReport, KVMapper, cache, fit_mapper
+from hf_kvtransfer import FidelityGate, FidelityReport, KVMapper, admission, fit_mapper
 from hf_kvtransfer.fidelity.tables import tables
 
 from .tiny_models import tiny_model
@@ -64,7 +64,7 @@ def no_evidence_needed(monkeypatch):
     """Random models give none."""
     gate = functools.partial(FidelityGate, strict=False)
     monkeypatch.setattr(hf_kvtransfer, "FidelityGate", gate)
-    monkeypatch.setattr(cache, "FidelityGate", gate)
+    monkeypatch.setattr(admission, "FidelityGate", gate)
 
 
 def test_the_three_lines(hub, monkeypatch, recwarn, no_evidence_needed):

@@ -416,12 +416,12 @@ def test_a_crop_after_a_probe_in_sliding_windows(monkeypatch):
     ids = random_ids(model, 1, 80)
     reading = []
 
-    def probe(translation, mapper, wanted):
+    def probe(translation, wanted):
         readings, cache = read_tail(translation, 8)
         reading.extend(readings)
         return FilledTranslator(translation, cache), None
 
-    monkeypatch.setattr(cache_module, "_probe", probe)
+    monkeypatch.setattr(cache_module, "probe_tail", probe)
     for crop in (3, 33, 60):
         cache = ungated_cache(read(model, ids), identity_mapper(model), model)
         cache.crop(-crop)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_kvtransfer import FidelityGate, KVGeometry, KVMapper, KVMapperConfig, TranslatedCache
+from hf_kvtransfer import FidelityGate, KVGeometry, KVMapper, KVMapperConfig, SourceKV, TranslatedCache
 from hf_kvtransfer.translation import Translation
 
 
@@ -118,6 +118,23 @@ def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
     with torch.no_grad():
         for i in mapper.config.mapped_layers:
             nn.init.eye_(mapper.layers[i].weight)
+    return mapper.eval()
+
+
+def planted_mapper(source: PreTrainedModel, target: PreTrainedModel, tokenizer: str | None = None) -> KVMapper:
+    """The exact mapper between two models of which one was planted in the other, or both in a third."""
+    ids = random_ids(source, 4, 80, seed=99)
+    read = [SourceKV.prefill(model, None, ids) for model in (source, target)]
+    sides = [
+        {"name": name, "geometry": kv.geometry.to_dict(), "tokenizer": tokenizer}
+        for name, kv in zip(("source", "target"), read, strict=True)
+    ]
+    layers = [{"kind": "linear", "source_layers": [i]} for i in range(len(read[0].features))]
+    mapper = KVMapper(KVMapperConfig(source=sides[0], target=sides[1], layers=layers))
+    with torch.no_grad():
+        for layer_map, *states in zip(mapper.layers, *(kv.features for kv in read), strict=True):
+            given, wanted = (features.flatten(0, 1).double() for features in states)
+            layer_map.weight.copy_(torch.linalg.lstsq(given, wanted).solution.T)
     return mapper.eval()
 
 

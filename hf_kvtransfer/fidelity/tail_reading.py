@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from ..compat import read_into_cache, token_losses
-from ..layers import install
+from ..layers import LayerTranslator, install
 from ..translation import Translation
 
 
@@ -37,7 +37,9 @@ class TailReading:
     state_errors: list[list[float]]
 
 
-def read_tail(translation: Translation, num_tokens: int) -> tuple[list[TailReading], DynamicCache]:
+def read_tail(
+    translation: Translation, num_tokens: int, below: LayerTranslator | None = None
+) -> tuple[list[TailReading], DynamicCache]:
     """
     Let the target read the last tokens of a translation natively, on top of the rest.
 
@@ -46,6 +48,8 @@ def read_tail(translation: Translation, num_tokens: int) -> tuple[list[TailReadi
             Of a context of more than `num_tokens` tokens.
         num_tokens (`int`):
             Tokens to read.
+        below (`LayerTranslator`, *optional*):
+            What stands below them where the translation is only the end of it; by default the translation.
 
     Returns:
         `tuple[list[TailReading], DynamicCache]`: One reading for each row, of as many losses as tokens were read (one
@@ -58,7 +62,7 @@ def read_tail(translation: Translation, num_tokens: int) -> tuple[list[TailReadi
         layer and layer.sliding_window and layer.sliding_window <= num_tokens for layer in translation.geometry.layers
     ):
         cache.activate_past_recording()  # a window shorter than the tail would not hold it
-    install(cache, translation, start)
+    install(cache, translation if below is None else below, start)
     logits = read_into_cache(
         translation.target,
         cache,
