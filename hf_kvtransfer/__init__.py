@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .hub.search import FoundMapper, find_mappers
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
+    from .policy import Decision, MeasuredCosts, TransferPolicy, measure_costs
     from .segment import Segment
     from .source import SourceKV
     from .transfer_report import TransferReport
@@ -44,6 +45,7 @@ __all__ = [
     "AlignmentError",
     "BatchMismatchError",
     "CalibrationError",
+    "Decision",
     "EvaluationDataError",
     "EvidenceError",
     "FidelityGate",
@@ -55,6 +57,7 @@ __all__ = [
     "KVMapperConfig",
     "KVTransferError",
     "MapperFormatError",
+    "MeasuredCosts",
     "ModelIdentity",
     "PairMismatchError",
     "PrefixMismatchError",
@@ -64,6 +67,7 @@ __all__ = [
     "SourceCacheError",
     "SourceKV",
     "TokenizerMismatchError",
+    "TransferPolicy",
     "TransferReport",
     "TranslatedCache",
     "UnsupportedModelError",
@@ -74,21 +78,25 @@ __all__ = [
     "find_mappers",
     "fit_mapper",
     "generate",
+    "measure_costs",
     "train_residuals",
 ]
 
 # Imported when first asked for: `hf-kvtransfer --help` need not wait for torch and transformers.
 _MODULES = {
+    "Decision": ".policy",
     "FidelityGate": ".fidelity.gate",
     "FidelityReport": ".fidelity.report",
     "FoundMapper": ".hub.search",
     "KVGeometry": ".geometry",
     "KVMapper": ".mapper",
     "KVMapperConfig": ".mapper",
+    "MeasuredCosts": ".policy",
     "ModelIdentity": ".identity",
     "Segment": ".segment",
     "ShadowTransfer": ".fidelity.shadow",
     "SourceKV": ".source",
+    "TransferPolicy": ".policy",
     "TransferReport": ".transfer_report",
     "TranslatedCache": ".cache",
     "Verdict": ".fidelity.gate",
@@ -98,6 +106,7 @@ _MODULES = {
     "find_mappers": ".hub.search",
     "fit_mapper": ".fitting",
     "generate": ".generation",
+    "measure_costs": ".policy",
     "train_residuals": ".fitting",
 }
 

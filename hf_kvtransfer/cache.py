@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +25,9 @@ from .storage import check_filled, check_room, take_storage
 from .transfer_report import TransferReport
 from .translation import Translation, check_not_negative
 
+
+if TYPE_CHECKING:
+    from .policy import TransferPolicy
 
 logger = logging.get_logger(__name__)
 
@@ -74,6 +77,8 @@ class TranslatedCache(RestoringCache):
             the evidence must have been measured with. By default `DynamicCache(config=target.config)`.
         gate ([`FidelityGate`], *optional*):
             What is asked of the mapper's evidence.
+        policy ([`TransferPolicy`], *optional*):
+            Is asked first whether a handoff of as many tokens as the source has read is worth it. By default any is.
         on_refusal (`str`, *optional*, defaults to `"recompute"`):
             `"recompute"` leaves the cache empty, with a warning, `"raise"` raises.
         revision (`str`, *optional*):
@@ -82,7 +87,8 @@ class TranslatedCache(RestoringCache):
     Raises:
         `ValueError`: an argument that is wrong whatever the models.
         [`KVTransferError`]: with `on_refusal="raise"`, a subclass of it says what does not fit; [`RefusedError`] if it
-            is the gate or the probe that refuses. What goes wrong in the models themselves is raised as it is.
+            is the policy, the gate or the probe that refuses. What goes wrong in the models themselves is raised as it
+            is.
 
     Example:
 
@@ -111,6 +117,7 @@ class TranslatedCache(RestoringCache):
         probe_tokens: int | None = None,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
+        policy: "TransferPolicy | None" = None,
         on_refusal: OnRefusal = "recompute",
         revision: str | None = None,
     ):
@@ -120,6 +127,8 @@ class TranslatedCache(RestoringCache):
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
         self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
+        if policy is not None and not self._is_worth_it(policy, source, source_input_ids):
+            return
         admission = Admission(gate, target, target_tokenizer, sink_tokens, storage, revision)
 
         def bind() -> Translation:
@@ -255,6 +264,19 @@ class TranslatedCache(RestoringCache):
         super()._forget()
         # Where keys and values are translated, `[batch, tokens]`; the target has read all tokens behind it.
         self.translated_mask = self.attention_mask.bool()
+
+    def _is_worth_it(
+        self, policy: "TransferPolicy", source: SourceKV | Cache, source_input_ids: torch.Tensor | None
+    ) -> bool:
+        input_ids = cast(torch.Tensor, source.input_ids if isinstance(source, SourceKV) else source_input_ids)
+        decision = policy.decide(input_ids.shape[-1], len(input_ids) if input_ids.dim() == 2 else 1)
+        if decision.choice == "recompute":
+            if self._on_refusal == "raise":
+                raise RefusedError(f"A handoff is not worth it: {decision.reason}.")
+            # Nothing is wrong: it is what the policy is for, and no warning.
+            self.report = dataclasses.replace(self.report, reasons=(str(decision),))
+            logger.info(str(self.report))
+        return decision.choice == "transfer"
 
     @property
     def is_translation(self) -> bool:

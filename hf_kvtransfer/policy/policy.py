@@ -1,0 +1,240 @@
+"""Transfer or re-prefill, decided for each request."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import EvidenceError
+from ..fidelity.report import FidelityReport
+from ..mapper import KVMapper
+from .costs import MeasuredCosts
+from .machine import LoadMeter, free_memory
+from .measuring import measure_costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """
+    What a policy decided for one request, and the estimate behind it.
+
+    Args:
+        choice (`str`):
+            `"transfer"`, or `"recompute"` if the target is to read the context itself.
+        tokens (`int`), batch_size (`int`):
+            Of the context, and rows.
+        prefill_seconds (`float`):
+            What the target's own prefill would take now.
+        handoff_seconds (`float`):
+            What a handoff would take now, and the prefill behind it as often as the probe refuses.
+        wrong_answer_seconds (`float`):
+            What the wrong answers of a handoff are expected to cost, above those of a prefill.
+        saved_seconds (`float`):
+            What a handoff is worth: the difference of the first two for everybody who waits, less the third.
+        break_even_tokens (`int`, *optional*):
+            From this length on a handoff is worth it. `None` if it never is.
+        slowdown (`float`):
+            How much slower the machine was than when it was measured.
+        reason (`str`):
+            Why, for people.
+    """
+
+    choice: Literal["transfer", "recompute"]
+    tokens: int
+    batch_size: int
+    prefill_seconds: float
+    handoff_seconds: float
+    wrong_answer_seconds: float
+    saved_seconds: float
+    break_even_tokens: int | None
+    slowdown: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.reason}"
+
+
+class TransferPolicy:
+    """
+    Decides whether a handoff is worth it: for a short context a prefill is faster, and for a cheap one it is not worth
+    an answer that might be wrong. Make one with [`TransferPolicy.calibrate`], and give it to [`TranslatedCache`].
+
+    Whether a mapper may be used at all is the gate's business. A policy weighs what it saves.
+
+    Args:
+        costs ([`MeasuredCosts`]):
+            Of the pair, on this machine.
+        error_rate (`float`, *optional*, defaults to 0.0):
+            Share of answers that are wrong because of a handoff.
+        wrong_answer_seconds (`float`, *optional*, defaults to 0.0):
+            How long a user would rather wait than get a wrong answer.
+        refusal_rate (`float`, *optional*, defaults to 0.0):
+            Share of right translations that the probe refuses, after which the target reads the context after all.
+        concurrency (`int`, *optional*, defaults to 1):
+            Requests that wait for the target's device, this one included: each of them waits for the others, and needs
+            a cache of its own. May be set at any time.
+
+    Example:
+
+    ```python
+    >>> policy = TransferPolicy.calibrate(mapper, source, target, target_tokenizer=tokenizer, wrong_answer_seconds=10)
+    >>> print(policy.decide(tokens=2000))
+    transfer: 2,000 tokens take 8.31 s to read and 1.52 s to hand over; worth it from 950 tokens on
+    >>> cache = TranslatedCache(source_kv, mapper, target, target_tokenizer=tokenizer, policy=policy)
+    ```
+    """
+
+    def __init__(
+        self,
+        costs: MeasuredCosts,
+        *,
+        error_rate: float = 0.0,
+        wrong_answer_seconds: float = 0.0,
+        refusal_rate: float = 0.0,
+        concurrency: int = 1,
+    ):
+        for name, share in (("error_rate", error_rate), ("refusal_rate", refusal_rate)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"`{name}` is a share of 0 to 1, got {share}.")
+        if not 0 <= wrong_answer_seconds < math.inf:
+            raise ValueError(f"`wrong_answer_seconds` must be 0 or more, got {wrong_answer_seconds}.")
+        self.costs, self.error_rate, self.refusal_rate = costs, error_rate, refusal_rate
+        self.wrong_answer_seconds, self.concurrency = wrong_answer_seconds, concurrency
+        self._device = None if costs.device is None else torch.device(costs.device)
+        self._load = None if self._device is None else LoadMeter(self._device, costs.reference_seconds)
+
+    @classmethod
+    def calibrate(
+        cls,
+        mapper: KVMapper,
+        source: PreTrainedModel,
+        target: PreTrainedModel,
+        *,
+        capabilities: Sequence[str] | None = None,
+        wrong_answer_seconds: float = 0.0,
+        concurrency: int = 1,
+        **measuring: Any,
+    ) -> "TransferPolicy":
+        """
+        A policy from measured costs and the mapper's evidence.
+
+        Args:
+            mapper ([`KVMapper`]):
+                Fitted for the pair, with its evidence.
+            source (`PreTrainedModel`), target (`PreTrainedModel`):
+                The two models.
+            capabilities (`Sequence[str]`, *optional*):
+                Those of the evidence that this use asks for, as for [`FidelityGate`]. All by default.
+            wrong_answer_seconds (`float`, *optional*), concurrency (`int`, *optional*):
+                See [`TransferPolicy`].
+            measuring:
+                For [`measure_costs`]: `source_tokenizer`, `target_tokenizer`, `lengths`, `runs`, `fresh`. The first
+                call takes minutes for large models; later ones read what it has measured.
+
+        Raises:
+            `EvidenceError`: the evidence is damaged, or says nothing about one of the `capabilities`.
+            As [`measure_costs`].
+        """
+        report = mapper.evidence
+        return cls(
+            measure_costs(mapper, source, target, **measuring),
+            error_rate=error_rate(report, capabilities),
+            wrong_answer_seconds=wrong_answer_seconds,
+            refusal_rate=report.probe["false_alarm_rate"] if report is not None and report.probe else 0.0,
+            concurrency=concurrency,
+        )
+
+    def decide(self, tokens: int, batch_size: int = 1) -> Decision:
+        """
+        Transfer or re-prefill, at this moment?
+
+        Args:
+            tokens (`int`):
+                Of the context, in each row.
+            batch_size (`int`, *optional*, defaults to 1):
+                Number of rows.
+
+        Returns:
+            [`Decision`]
+
+        Raises:
+            `ValueError`: a number is not positive, or `concurrency` is below 1.
+        """
+        for name, number in (("tokens", tokens), ("batch_size", batch_size), ("concurrency", self.concurrency)):
+            if number < 1:
+                raise ValueError(f"`{name}` must be 1 or more, got {number}.")
+        slowdown = 1.0 if self._load is None else self._load.slowdown()
+        prefill = slowdown * self.costs.prefill.seconds(tokens, batch_size)
+        handoff = slowdown * self.costs.handoff.seconds(tokens, batch_size) + self.refusal_rate * prefill
+        wrong = self.error_rate * self.wrong_answer_seconds * batch_size
+        saved = self.concurrency * (prefill - handoff) - wrong
+        break_even = self._break_even(batch_size, slowdown, wrong)
+        needed = self.concurrency * self.costs.handoff_bytes(tokens, batch_size)
+        free = None if self._device is None else free_memory(self._device)
+        estimate = f"{tokens:,} tokens take {prefill:.2f} s to read and {handoff:.2f} s to hand over"
+        if wrong:
+            estimate += f", and wrong answers cost {wrong:.2f} s"
+        choice: Literal["transfer", "recompute"] = "transfer" if saved > 0 else "recompute"
+        if free is not None and needed > free and choice == "transfer":
+            choice = "recompute"
+            estimate += (
+                f"; a handoff needs {needed / 1e6:,.0f} MB beside the source's cache, {free / 1e6:,.0f} are free"
+            )
+        elif break_even is not None:
+            estimate += f"; worth it from {break_even:,} tokens on"
+        return Decision(choice, tokens, batch_size, prefill, handoff, wrong, saved, break_even, slowdown, estimate)
+
+    def _break_even(self, batch_size: int, slowdown: float, wrong: float) -> int | None:
+        """The least length from which on `saved_seconds` is positive."""
+        prefill, handoff, kept = self.costs.prefill, self.costs.handoff, 1 - self.refusal_rate
+        square = batch_size * kept * prefill.per_token_squared
+        linear = batch_size * (kept * prefill.per_token - handoff.per_token)
+        constant = kept * prefill.constant - handoff.constant - wrong / (self.concurrency * slowdown)
+        if square == 0 and linear <= 0:
+            return 1 if linear == 0 and constant > 0 else None
+        if square == 0:
+            root = -constant / linear
+        else:
+            inside = linear**2 - 4 * square * constant
+            root = 0.0 if inside < 0 else (math.sqrt(inside) - linear) / (2 * square)
+        return max(math.floor(root) + 1, 1)
+
+
+def error_rate(report: FidelityReport | None, capabilities: Sequence[str] | None = None) -> float:
+    """
+    The share of answers that are wrong because of a handoff, as far as a mapper's evidence tells: its mean, and not a
+    bound, since costs are weighed. Of multiple-choice questions it is the share that the target answers right on its
+    own prefill and not on the translated cache, less the reverse; of other text the share that is lost of what the
+    context is worth, `1 - gap_recovered`, as if each answer hung on the context. Each capability counts as much as
+    another, but for those in which the context does not clearly help.
+
+    Args:
+        report ([`FidelityReport`], *optional*):
+            The evidence. Without it, or if it tells nothing, each answer counts as wrong.
+        capabilities (`Sequence[str]`, *optional*):
+            Those that count. All by default.
+
+    Raises:
+        `EvidenceError`: the report says nothing about one of them.
+    """
+    if report is None:
+        return 1.0
+    figures: Any = report.figures
+    if capabilities is not None:
+        if unknown := sorted(set(capabilities) - set(figures["capabilities"])):
+            raise EvidenceError(
+                f"The evidence says nothing about {unknown}, only about {sorted(figures['capabilities'])}."
+            )
+        figures = report.figures_of(capabilities)
+    rates = []
+    for name, capability in figures["capabilities"].items():
+        gap, questions = capability["arms"]["translated"]["gap_recovered"], figures["choices"].get(name)
+        if questions is not None:
+            rates.append(questions["accuracy"]["native"] - questions["accuracy"]["translated"])
+        elif gap is not None:
+            rates.append(1 - gap["value"])
+    return min(max(statistics.fmean(rates), 0.0), 1.0) if rates else 1.0
