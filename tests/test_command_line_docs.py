@@ -19,6 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_kvtransfer.commands import app
+from hf_kvtransfer.home import HOME_VARIABLE
 
 from .hub_server import HubServer, use_hub
 from .tiny_models import random_ids, tiny_model
@@ -30,6 +31,7 @@ PAIR = "--source source --target target"
 # In the order in which they build on each other.
 RUNS = {
     "doctor": "doctor source target --config-only",
+    "plan": f"plan {PAIR} --traffic 100=2000 --traffic 400=150 --days 90",
     "fit": f"fit my-mapper {PAIR} --data calibration.jsonl --kind identity --native-layers -1",
     "evaluate": f"evaluate my-mapper {PAIR} --data held_out.jsonl --context-tokens 64 --continuation-tokens 48",
     "gate": f"gate my-mapper {PAIR}",
@@ -38,8 +40,8 @@ RUNS = {
     "push": "push my-mapper me/source-to-target --source org/source --target org/target",
     "pull": "pull me/source-to-target pulled",
 }
-# Random models write nothing worth reading.
-WITHOUT_OUTPUT = {"generate"}
+# Random models write nothing worth reading, and are too small for a handoff to be worth it on every machine.
+WITHOUT_OUTPUT = {"generate", "plan"}
 INTRODUCTION = """# The command line
 
 `hf-kvtransfer COMMAND --help` says what stands here. Models are given as folders, Hub ids or GGUF files, mappers as
@@ -101,6 +103,7 @@ def outputs(folder):
     prepare(folder)
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as monkeypatch, HubServer() as hub:
         use_hub(hub, monkeypatch, folder / "cache")
+        monkeypatch.setenv(HOME_VARIABLE, str(folder / "home"))
         for name, command in RUNS.items():
             result = CliRunner().invoke(app, shlex.split(command))
             assert result.exit_code == 0, (name, result.output)

@@ -15,6 +15,7 @@ from .gate import gate
 from .generate import generate
 from .inspect import inspect
 from .output import print_error
+from .plan import plan
 from .pull import pull
 from .push import push
 
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,  # they print local variables: whole tensors
 )
-for command in (doctor, fit, evaluate, gate, inspect, generate, push, pull):
+for command in (doctor, plan, fit, evaluate, gate, inspect, generate, push, pull):
     app.command()(command)
 
 
@@ -64,8 +65,9 @@ def main(
     """
     A second model continues from the first one's KV cache, translated.
 
-    Will a pair work (`doctor`)? Make a mapper for it (`fit`), measure it on your own text (`evaluate`), ask whether it
-    may be used (`gate`), look at it (`inspect`), use it (`generate`), share it (`push`, `pull`).
+    Will a pair work (`doctor`), and is it worth it (`plan`)? Make a mapper for it (`fit`), measure it on your own text
+    (`evaluate`), ask whether it may be used (`gate`), look at it (`inspect`), use it (`generate`), share it (`push`,
+    `pull`).
 
     All exit with 0, or with 2 after an error. `doctor`, `evaluate` and `gate` exit with 1 if they advise against it.
     """

@@ -35,7 +35,7 @@ class MeasuredCosts:
         source_prefill ([`TimeModel`]):
             Seconds for which the source reads a context of so many *target* tokens.
         measured (`list[dict]`):
-            Medians that these were fitted on: `tokens`, `prefill`, `handoff`, `source_prefill`.
+            What these were fitted on, see [`time_lengths`].
         reference_seconds (`float`):
             What a fixed computation took on the target's device meanwhile, see [`LoadMeter`].
         device (`str`, *optional*):

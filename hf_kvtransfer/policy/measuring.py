@@ -82,24 +82,15 @@ def measure_costs(
     path = costs_file(about)
     if not fresh and (known := MeasuredCosts.load(path, about)) is not None:
         return known
-    tokenizers = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
-    # The longest first: it hardly shows that its prefill is the source's first.
-    contexts = {length: _Context(length, mapper, source, target, *tokenizers) for length in reversed(usable)}
-    device = input_device(target)
-    times: dict[int, dict[str, list[float]]] = {length: {"prefill": [], "handoff": []} for length in usable}
-    references: list[float] = []
-    for run in logging.tqdm(range(runs + 1), desc="Measuring prefills and handoffs"):
-        for length in usable if run else usable[:1]:
-            measured = {name: _seconds(getattr(contexts[length], name)) for name in times[length]}
-            references.append(reference_seconds(device))
-            for name, seconds in measured.items() if run else ():
-                times[length][name].append(seconds)
-    medians = [
-        {"tokens": length}
-        | {name: statistics.median(seconds) for name, seconds in times[length].items()}
-        | {"source_prefill": contexts[length].source_seconds}
-        for length in usable
-    ]
+    medians = time_lengths(
+        mapper,
+        source,
+        target,
+        source_tokenizer=source_tokenizer,
+        target_tokenizer=target_tokenizer,
+        lengths=usable,
+        runs=runs,
+    )
     fit = partial(TimeModel.fit, usable)
     layers = [layer for layer in KVGeometry.from_model(target).layers if layer is not None]
     costs = MeasuredCosts(
@@ -107,13 +98,53 @@ def measure_costs(
         fit([row["handoff"] for row in medians], quadratic=False),
         fit([row["source_prefill"] for row in medians], quadratic=True),
         medians,
-        statistics.median(references),
-        str(device) if len(about["target"]["devices"]) == 1 else None,
+        statistics.median(row["reference"] for row in medians),
+        str(input_device(target)) if len(about["target"]["devices"]) == 1 else None,
         target.dtype.itemsize * sum(sum(layer.widths) for layer in layers),
         target.dtype.itemsize * max(sum(layer.widths) for layer in layers),
     )
     costs.save(path, about)
     return costs
+
+
+def time_lengths(
+    mapper: KVMapper,
+    source: PreTrainedModel,
+    target: PreTrainedModel,
+    *,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    lengths: Sequence[int],
+    runs: int,
+) -> list[dict[str, float]]:
+    """
+    What [`measure_costs`] fits its models to.
+
+    Returns:
+        `list[dict]`: For each length the `tokens`, medians of `prefill`, `handoff` and [`reference_seconds`] in turn,
+        and the one `source_prefill`.
+    """
+    tokenizers = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
+    # The longest first: it hardly shows that its prefill is the source's first.
+    contexts = {
+        length: _Context(length, mapper, source, target, *tokenizers) for length in sorted(lengths, reverse=True)
+    }
+    device = input_device(target)
+    times: dict[int, dict[str, list[float]]] = {
+        length: {"prefill": [], "handoff": [], "reference": []} for length in lengths
+    }
+    for run in logging.tqdm(range(runs + 1), desc="Measuring prefills and handoffs"):
+        for length in lengths if run else lengths[:1]:
+            measured = {name: _seconds(getattr(contexts[length], name)) for name in ("prefill", "handoff")}
+            measured["reference"] = reference_seconds(device)
+            for name, seconds in measured.items() if run else ():
+                times[length][name].append(seconds)
+    return [
+        {"tokens": length}
+        | {name: statistics.median(seconds) for name, seconds in times[length].items()}
+        | {"source_prefill": contexts[length].source_seconds}
+        for length in lengths
+    ]
 
 
 class _Context:
