@@ -242,9 +242,9 @@ class SourceKV:
             check_same_shape("token_losses", token_losses, input_ids)
             token_losses = token_losses.float().cpu()
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
-        check_holds_every_token(cache, geometry, *input_ids.shape)
         start, stop, _ = (tokens or slice(None)).indices(input_ids.shape[1])
-        check_read_natively(cache, start, stop)
+        check_read_natively(cache, start, stop)  # first: pending layers need not be translated to be refused
+        check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions[:, start:stop])
         features: list[torch.Tensor | None] = []
         for layer_idx, layer in enumerate(geometry.layers):
