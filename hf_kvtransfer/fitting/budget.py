@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from ..compat import input_device
 from ..errors import CalibrationError
+from .arguments import BYTES
 from .costs import MapPlan
 from .selection import Step
 
 
-_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_BUDGET = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)}|tokens/s)")
+_BUDGET = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTES)}|tokens/s)")
 # Enough for a steady figure, little enough not to be waited for.
 _TIMED_TOKENS, _TIMED_SECONDS = 512, 0.2
 
@@ -58,8 +58,8 @@ class Budget:
                 f"`budget` must be a positive number of bytes, or like '45MB' or '20000tokens/s', got {budget!r}."
             )
         amount, unit = float(match[1]), match[2]
-        if unit in _BYTES:
-            return cls(amount * _BYTES[unit] - plan.file_overhead(), "bytes")
+        if unit in BYTES:
+            return cls(amount * BYTES[unit] - plan.file_overhead(), "bytes")
         return cls(_products_per_second(target, plan) / amount, "multiply-adds")
 
     def cost(self, plan: MapPlan, target_layer: int, source_layers: Sequence[int]) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from ..errors import CalibrationError
 from ..nested import describe_differences
+from .processes import Processes
 
+
+logger = logging.get_logger(__name__)
 
 FILE_NAME = "fit.safetensors"
 # Of the time of a fit. Sums of a wide pair are gigabytes, which take longer to write than a batch to read.
@@ -31,21 +36,28 @@ class Summed(Protocol):
 
 class Checkpoint:
     """
-    One file, which holds the sums of the stage that a fit is in and how much of the text they are made of.
+    One file for each process, which holds the sums of the stage that a fit is in and how much of the text they are
+    made of.
 
     Args:
         folder (`Path`, *optional*):
             Where the file is, or is going to be. `None` keeps nothing.
         settings (`dict`):
             Everything that the sums depend on, besides the text.
+        processes ([`Processes`]):
+            Which batches are whose.
 
     Raises:
         `CalibrationError`: the file is of a fit with other settings, or damaged.
     """
 
-    def __init__(self, folder: Path | None, settings: dict[str, Any]):
-        self._path = None if folder is None else folder / FILE_NAME
-        self._settings = json.loads(json.dumps(settings))
+    def __init__(self, folder: Path | None, settings: dict[str, Any], processes: Processes):
+        name = Path(FILE_NAME)
+        if processes.index:
+            name = name.with_stem(f"{name.stem}-{processes.index}")
+        self._path = None if folder is None else folder / name
+        self._processes = processes
+        self._settings = json.loads(json.dumps(settings | {"processes": processes.count}))
         self._position: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._last_write, self._write_seconds = time.monotonic(), 0.0
@@ -68,16 +80,18 @@ class Checkpoint:
             )
 
     def finished(self, stage: str) -> Any:
-        """What an earlier stage has found, if the fit was interrupted behind it, else `None`."""
-        return self._position.get("results", {}).get(stage)
+        """What an earlier stage has found, if the fit was interrupted behind it, else `None`: as the first process."""
+        return self._processes.of(0, self._position.get("results", {}).get(stage))
 
     def run(
         self, stage: str, batches: Iterable[tuple[bool, list]], sums: Mapping[str, Summed], results: dict[str, Any]
     ) -> Iterator[tuple[bool, list, bool]]:
         """
-        The batches of a stage; those that the sums already hold are to be counted, not read again.
+        The batches of a stage; those that the sums already hold, or that are another process's, are to be counted and
+        not read.
 
-        The sums are written before a batch is asked for, so that a batch is either in them or comes again.
+        The sums are written before a batch is asked for, so that a batch is either in them or comes again, and when
+        there is none left.
 
         Args:
             stage (`str`):
@@ -93,7 +107,7 @@ class Checkpoint:
             `tuple[bool, list, bool]`: Whether the batch is held out, its texts, and whether it is to be read.
 
         Raises:
-            `CalibrationError`: the texts are other ones than those in the checkpoint.
+            `CalibrationError`: the texts are other ones than those in the checkpoint, or than another process has.
         """
         resumed = self._position if self._position.get("stage") == stage else {}
         if resumed:
@@ -111,11 +125,18 @@ class Checkpoint:
             for text in batch:
                 content = text if isinstance(text, str) else str(torch.as_tensor(text).tolist())
                 digest.update(len(content).to_bytes(8, "big") + content.encode("utf-8", "surrogatepass"))
-            yield held_out, batch, number > skipped
+            yield held_out, batch, number > skipped and self._processes.is_mine(number - 1)
             if number == skipped and digest.hexdigest() != resumed["digest"]:
                 raise self._other_texts(number)
         if number < skipped:
             raise self._other_texts(skipped)
+        if number > skipped:
+            self._write(stage, number, digest.hexdigest(), sums, results)
+        if len(set(self._processes.gather(digest.hexdigest()))) > 1:
+            raise CalibrationError(
+                f"The {self._processes.count} processes of this fit were given different texts. Give all texts to "
+                "each: it reads its share of them."
+            )
 
     def _other_texts(self, batches: int) -> CalibrationError:
         return CalibrationError(
@@ -135,13 +156,28 @@ class Checkpoint:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is whole: whenever the fit is interrupted, there is a whole file or none.
         unfinished = self._path.with_suffix(".unfinished")
-        save_file(tensors, unfinished, metadata={"notes": notes})
-        os.replace(unfinished, self._path)
+        try:
+            save_file(tensors, unfinished, metadata={"notes": notes})
+            os.replace(unfinished, self._path)
+        except (OSError, SafetensorError) as error:
+            # What is summed is in memory: no reason to give it up.
+            unfinished.unlink(missing_ok=True)
+            logger.warning(
+                f"The checkpoint {self._path} could not be written ({error}). The fit goes on, and an interruption "
+                "would take it back to the one before."
+            )
         self._last_write = time.monotonic()
         self._write_seconds = self._last_write - start
 
+    @property
+    def states_folder(self) -> Path:
+        """Where this process may keep what is too large for the file."""
+        assert self._path is not None
+        return self._path.with_suffix(".states")
+
     def remove(self) -> None:
-        """The fit is done: delete the file."""
+        """The fit is done: delete the file, and what is kept beside it."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path.with_suffix(".unfinished").unlink(missing_ok=True)
+            shutil.rmtree(self.states_folder, ignore_errors=True)

@@ -7,6 +7,11 @@ import torch
 
 from ..errors import CalibrationError
 from ..geometry import KVGeometry, LayerGeometry
+from .processes import Processes
+
+
+# Of no rows, the keys' part of a sum and the values'.
+_NOTHING = torch.zeros(2, dtype=torch.float64)
 
 
 class ClosestLayer:
@@ -76,6 +81,14 @@ class ClosestLayer:
             if self._train + self._held_out:
                 self._squares[i] = state[f"square.{i}"]
                 self._errors |= {(i, j): state[f"error.{i}.{j}"] for j in candidates}
+
+    def reduce(self, processes: Processes) -> None:
+        """Take in what the other processes have summed."""
+        self._train, self._held_out = (int(processes.sum(torch.tensor(count))) for count in self.counts)
+        for i, candidates in self.candidates.items():
+            self._squares[i] = processes.sum(self._squares.get(i, _NOTHING))
+            for j in candidates:
+                self._errors[i, j] = processes.sum(self._errors.get((i, j), _NOTHING))
 
     @property
     def counts(self) -> tuple[int, int]:

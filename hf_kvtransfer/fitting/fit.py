@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -14,15 +13,16 @@ from ..compat import public_name
 from ..geometry import KVGeometry
 from ..identity import ModelIdentity
 from ..mapper import KVMapper, KVMapperConfig
-from ..maps.storage import num_bytes
 from ..tokenizer_identity import tokenizer_fingerprint
-from .arguments import check_numbers
+from .arguments import check_numbers, parse_bytes
 from .budget import Budget
 from .checkpoint import Checkpoint
 from .costs import MapPlan
+from .layer_fit import FittedLayer, fit_layers
+from .memory import memory_groups
+from .processes import Processes
 from .ridge import RIDGE_STRENGTHS
-from .solve import LayerProblem, affine_part, solve_layer
-from .stages import LayerSums, Reading, check_enough_text, choose_layers, take_tokens
+from .stages import Reading, check_enough_text, choose_layers, sum_in_groups, take_tokens
 from .states import PairedStates
 from .text import calibration_texts
 
@@ -60,6 +60,7 @@ def fit_mapper(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     checkpoint: str | Path | None = None,
+    memory: str | int | None = None,
 ) -> KVMapper:
     """
     Fit a mapper from one model's cache to another's by ridge regression on sums over calibration text.
@@ -67,7 +68,10 @@ def fit_mapper(
     Both models read each text once (the first `screening_tokens` twice), and no logits are kept. Memory does not grow
     with the amount of text: it is the two models, one batch of their states, and for each target layer a matrix of
     `(source layers * source width + token feature width)**2` float64 numbers, shared between target layers where they
-    read the same source layers.
+    read the same source layers. With `memory` it is not more than that many bytes beside the models and the mapper.
+
+    Called in every process of an `accelerate launch`, each reads its share of the same texts, with its own copy of the
+    models, and solves its share of the layers; all return the same mapper, which one of them is to save.
 
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):
@@ -128,6 +132,9 @@ def fit_mapper(
         checkpoint (`str` or `Path`, *optional*):
             A folder in which sums are kept from time to time. The same call with the same texts goes on from them
             after an interruption. They are deleted when the fit is done.
+        memory (`str` or `int`, *optional*):
+            What sums and solves may take: `"16GB"` or a number of bytes. Where it is too little for all target layers
+            at once, the states of both models are written to `checkpoint` and target layers are taken in groups.
 
     Returns:
         [`KVMapper`]: Its config's `fit` holds the settings, the amount of text, and for each layer the ridge
@@ -135,7 +142,8 @@ def fit_mapper(
 
     Raises:
         `CalibrationError`: too little text for the features asked for, states that are not finite, texts of the wrong
-            kind or that a tokenizer cannot read, a budget below the smallest mapper, or a checkpoint of another fit.
+            kind or that a tokenizer cannot read, a budget below the smallest mapper, a checkpoint of another fit, a
+            disk or a memory that is too small, or another process that has ended.
         `UnsupportedModelError`: a model has a layer that keeps no state for each token.
         `ValueError`: an argument is impossible, or does not go with another.
     """
@@ -150,6 +158,10 @@ def fit_mapper(
     if storage_bits not in (None, 8, 4):
         raise ValueError(f"`storage_bits` must be 8, 4 or None, got {storage_bits!r}.")
     source_tokenizer, target_tokenizer = source_tokenizer or target_tokenizer, target_tokenizer or source_tokenizer
+    allowed = None if memory is None else parse_bytes("memory", memory)
+    if memory is not None and checkpoint is None:
+        raise ValueError(f"`memory={memory!r}` needs `checkpoint`, a folder with room for states of both models.")
+    processes = Processes(source, target)
     geometries = KVGeometry.from_model(source), KVGeometry.from_model(target)
     reads_tokens = token_features and kind != "identity"
     states = PairedStates(
@@ -192,13 +204,14 @@ def fit_mapper(
             "batch_size": batch_size,
             "held_out_every": held_out_every,
             "screening_tokens": screening_tokens,
+            "memory": memory,
             "moment_dtype": str(moment_dtype),
             "dtype": str(dtype),
             "source": ModelIdentity.from_model(source, source_tokenizer).to_dict(),
             "target": ModelIdentity.from_model(target, target_tokenizer).to_dict(),
         }
-    kept = Checkpoint(None if checkpoint is None else Path(checkpoint), keeping or {})
-    reading = Reading(states, batch_size, held_out_every, kept)
+    kept = Checkpoint(None if checkpoint is None else Path(checkpoint), keeping or {}, processes)
+    reading = Reading(states, batch_size, held_out_every, kept, processes)
 
     stream = take_tokens(states, states.whole(calibration_texts(texts, target_tokenizer, seed)), max_tokens)
     first_texts: list = []
@@ -208,50 +221,47 @@ def fit_mapper(
         selection = {int(i): chosen for i, chosen in found.items()}
     elif wanted < len(source_layers) or budget is not None or kind == "identity":
         first_texts = list(take_tokens(states, stream, screening_tokens))
-        selection = choose_layers(reading, first_texts, plan, target_layers, wanted, limit, seed)
+        selection = processes.of(0, choose_layers(reading, first_texts, plan, target_layers, wanted, limit, seed))
     else:
         selection = dict.fromkeys(target_layers, source_layers)
 
-    sums = LayerSums(plan, selection, moment_dtype)
     results = {"selection": {str(i): chosen for i, chosen in selection.items()}}
+    groups = memory_groups(plan, selection, allowed)
     with logging.tqdm(desc="Summing over calibration text", unit="text", total=_length(texts)) as progress:
-        num_texts = reading.add("summing", itertools.chain(first_texts, stream), sums, results, progress)
-    num_features = max(plan.num_features(i, chosen) for i, chosen in selection.items()) if sums.train.count else 1
-    check_enough_text(num_features, sums.train.count, sums.held_out.count, num_texts)
+        num_texts, (num_train, num_held_out), sums_of_groups = sum_in_groups(
+            reading, itertools.chain(first_texts, stream), plan, groups, moment_dtype, results, progress
+        )
+    num_features = max(plan.num_features(i, chosen) for i, chosen in selection.items()) if num_train else 1
+    check_enough_text(num_features, num_train, num_held_out, num_texts)
+    fitted: dict[int, FittedLayer] = {}
+    with logging.tqdm(desc="Solving layers", total=len(selection)) as progress:
+        for sums in sums_of_groups:
+            fitted |= fit_layers(plan, sums, output_metrics or {}, ridge_strengths, seed, processes)
+            progress.update(len(sums.selection))
+            del sums  # the next ones take their place
 
     specs: list[dict | None] = [None if layer is None else {"kind": "native"} for layer in geometries[1].layers]
     reports: list[dict | None] = [
         None if layer is None else {"explained_variance": [1.0, 1.0], "bytes": 0} for layer in geometries[1].layers
     ]
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
-    for i, chosen in logging.tqdm(selection.items(), desc="Solving layers"):
-        problem = sums.problem(i, (output_metrics or {}).get(i))
-        solution = solve_layer(plan.spec(i, chosen), problem, ridge_strengths)
-        specs[i], tensors[i] = solution.spec, solution.tensors
-        reports[i] = {"ridge_strengths": solution.strengths}
+    for i, layer in fitted.items():
+        specs[i], reports[i] = layer.spec, layer.report
     config = KVMapperConfig(
         source=_describe(source, geometries[0], source_tokenizer),
         target=_describe(target, geometries[1], target_tokenizer),
         layers=specs,
         token_features=plan.token_features,
         sink_tokens=sink_tokens,
+        storage=plan.storage,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)  # an MLP starts somewhere
-        mapper = KVMapper(config).to(dtype)
-    with torch.no_grad():
-        for i, solved in tensors.items():
-            own = mapper.layers[i].state_dict()
-            for name, tensor in solved.items():
-                own[name].copy_(tensor)
-    if plan.storage is not None:
-        mapper = mapper.quantize(**plan.storage)
-    for i in selection:
-        reports[i] |= _worth(mapper.layers[i], sums.problem(i, None), plan.token_features)
+    with torch.device("meta"):  # its own maps are thrown away
+        mapper = KVMapper(config)
+    for i, layer in fitted.items():
+        mapper.layers[i] = layer.layer_map
     mapper.config.fit = settings | {
         "num_texts": num_texts,
-        "train_tokens": sums.train.count,
-        "held_out_tokens": sums.held_out.count,
+        "train_tokens": num_train,
+        "held_out_tokens": num_held_out,
         "layers": reports,
     }
     kept.remove()
@@ -266,18 +276,6 @@ def _token_width(target: PreTrainedModel, native_layers: int | None) -> int:
 
 def _length(texts: Any) -> int | None:
     return len(texts) if isinstance(texts, Sequence) and not isinstance(texts, str) else None
-
-
-def _worth(layer_map: nn.Module, problem: LayerProblem, token_features: int) -> dict[str, Any]:
-    """What a map explains of held-out keys and values, and what it takes: of its weights as they are saved."""
-    weight, bias = affine_part(layer_map, [sum(layer.widths) for layer in problem.source], token_features)
-    return {
-        "explained_variance": [
-            problem.held_out.explained_variance(weight[:, columns], bias[columns], columns)
-            for columns in problem.groups
-        ],
-        "bytes": num_bytes(layer_map),
-    }
 
 
 def _describe(model: PreTrainedModel, geometry: KVGeometry, tokenizer: PreTrainedTokenizerBase | None) -> dict:

@@ -37,13 +37,15 @@ class Correlations:
     def of(cls, train: Gaussian, held_out: Gaussian) -> "Correlations":
         """From the moments of both kinds of rows, with a penalty as in [`fit_ridge`]."""
         scale = train.feature_scale()
-        penalised = train.cov_xx / scale / scale[:, None]
+        penalised, held_out_xx = (
+            moments.cov_xx.dense().div_(scale).div_(scale[:, None]) for moments in (train, held_out)
+        )
         penalised.diagonal().add_(RANKING_STRENGTH)
         offset_x, offset_y = (held_out.mean_x - train.mean_x) / scale, held_out.mean_y - train.mean_y
         return cls(
             penalised,
             train.cov_xy / scale[:, None],
-            held_out.cov_xx / scale / scale[:, None] + torch.outer(offset_x, offset_x),
+            held_out_xx.addr_(offset_x, offset_x),
             held_out.cov_xy / scale[:, None] + torch.outer(offset_x, offset_y),
             held_out.var_y + offset_y.square(),
             held_out.var_y,

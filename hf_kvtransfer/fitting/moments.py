@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from .processes import Processes
+from .symmetric import SymmetricBlocks
+
 
 class Moments:
     """
@@ -77,6 +80,40 @@ class Moments:
         for number, pair in enumerate(self.pairs if self.count else []):
             self._product[pair] = state[f"product.{number}"].clone()
 
+    @torch.no_grad()
+    def reduce(self, processes: Processes) -> None:
+        """Take in what the other processes have summed over the same pairs. Afterwards each has the sums of all."""
+        if processes.count == 1:
+            return
+        known = processes.gather({name: (len(part), self._shift[name].dtype) for name, part in self._sum.items()})
+        widths = next((part for part in known if part), None)
+        if widths is None:  # nobody has read anything
+            return
+        count = int(processes.sum(torch.tensor(self.count)))
+        offset = {}
+        for name, (width, dtype) in widths.items():
+            zeros = torch.zeros(width, dtype=torch.float64)
+            shift = self._shift[name].double().cpu() if self.count else zeros
+            total = self._sum[name] if self.count else zeros
+            # The mean of all rows takes the place of that of the first batch, in every process the same.
+            mean = (processes.sum(total + self.count * shift) / count).to(dtype)
+            offset[name] = shift - mean.double()
+            square = self._square[name] + 2 * offset[name] * total if self.count else zeros
+            self._square[name] = processes.sum(square + self.count * offset[name].square())
+            self._shift[name] = mean
+        for a, b in self.pairs:
+            if self.count:
+                product = self._product[a, b]
+                product.addr_(offset[a], self._sum[b]).addr_(self._sum[a], offset[b])
+                product.addr_(offset[a], offset[b], alpha=self.count)
+            else:
+                product = torch.zeros(widths[a][0], widths[b][0], dtype=torch.float64)
+            self._product[a, b] = processes.sum(product)
+        for name, (width, _) in widths.items():
+            total = self._sum[name] if self.count else torch.zeros(width, dtype=torch.float64)
+            self._sum[name] = processes.sum(total + self.count * offset[name])
+        self.count = count
+
     def width(self, blocks: Sequence[Hashable]) -> int:
         """Number of columns of the blocks."""
         return sum(len(self._sum[name]) for name in blocks)
@@ -95,6 +132,12 @@ class Moments:
         """Covariance of two lists of blocks, `[width of first, width of second]`."""
         return torch.cat([torch.cat([self._covariance(a, b) for b in second], dim=1) for a in first])
 
+    def covariance_blocks(self, names: Sequence[Hashable]) -> SymmetricBlocks:
+        """Covariance of the blocks' columns, of which only the sums are held."""
+        return SymmetricBlocks(
+            [self.width([name]) for name in names], lambda i, j: self._covariance(names[i], names[j])
+        )
+
     def _covariance(self, a: Hashable, b: Hashable) -> torch.Tensor:
         product = self._product[a, b] if (a, b) in self._product else self._product[b, a].T
-        return product / self.count - torch.outer(self._sum[a], self._sum[b]) / self.count**2
+        return torch.addr(product, self._sum[a], self._sum[b], beta=1 / self.count, alpha=-1 / self.count**2)

@@ -2,9 +2,11 @@
 
 import torch
 
+from .symmetric import SymmetricBlocks
+
 
 def reduce_rank(
-    weight: torch.Tensor, cov_xx: torch.Tensor, rank: int, metric: torch.Tensor
+    weight: torch.Tensor, cov_xx: SymmetricBlocks, rank: int, metric: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The map of a given rank whose predictions are closest to those of a full one.
@@ -16,7 +18,7 @@ def reduce_rank(
     Args:
         weight (`torch.Tensor`):
             `[features, targets]`, the full solution.
-        cov_xx (`torch.Tensor`):
+        cov_xx ([`SymmetricBlocks`]):
             `[features, features]`, covariance of the features.
         rank (`int`):
             Width of the waist.
@@ -33,6 +35,9 @@ def reduce_rank(
     inverse_roots = torch.where(seen, scales, 1).rsqrt() * seen
     root, inverse_root = (directions * part @ directions.T for part in (roots, inverse_roots))
     seen_weight = weight @ root
-    _, principal = torch.linalg.eigh(seen_weight.T @ cov_xx @ seen_weight)
+    predicted = torch.zeros_like(metric)
+    for rows, product in cov_xx.times(seen_weight):
+        predicted.addmm_(seen_weight[rows].T, product)
+    _, principal = torch.linalg.eigh(predicted)
     principal = principal[:, -rank:].flip(1)
     return (seen_weight @ principal).T, inverse_root @ principal

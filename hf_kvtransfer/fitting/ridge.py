@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .symmetric import SymmetricBlocks
+
 
 # Relative to the mean eigenvalue of the standardised features' covariance, which is 1.
 RIDGE_STRENGTHS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8)
@@ -18,15 +20,17 @@ class Gaussian:
     Args:
         mean_x (`torch.Tensor`), mean_y (`torch.Tensor`):
             `[features]` and `[targets]`, float64.
-        cov_xx (`torch.Tensor`), cov_xy (`torch.Tensor`):
-            `[features, features]` and `[features, targets]`.
+        cov_xx ([`SymmetricBlocks`]):
+            Of `features`, the only part of which memory grows with the square.
+        cov_xy (`torch.Tensor`):
+            `[features, targets]`.
         var_y (`torch.Tensor`):
             `[targets]`.
     """
 
     mean_x: torch.Tensor
     mean_y: torch.Tensor
-    cov_xx: torch.Tensor
+    cov_xx: SymmetricBlocks
     cov_xy: torch.Tensor
     var_y: torch.Tensor
 
@@ -40,7 +44,7 @@ class Gaussian:
         return Gaussian(
             self.mean_x[features],
             self.mean_y[targets],
-            self.cov_xx[features][:, features],
+            self.cov_xx.select(features),
             self.cov_xy[features][:, targets],
             self.var_y[targets],
         )
@@ -49,7 +53,10 @@ class Gaussian:
         """For targets as wide as the features: the same for the targets less the features."""
         variance = self.var_y - 2 * self.cov_xy.diagonal() + self.cov_xx.diagonal()
         return dataclasses.replace(
-            self, mean_y=self.mean_y - self.mean_x, cov_xy=self.cov_xy - self.cov_xx, var_y=variance.clamp(min=0)
+            self,
+            mean_y=self.mean_y - self.mean_x,
+            cov_xy=self.cov_xy - self.cov_xx.dense(),
+            var_y=variance.clamp(min=0),
         )
 
     def explained_variance(self, weight: torch.Tensor, bias: torch.Tensor, columns: slice) -> float:
@@ -63,12 +70,9 @@ class Gaussian:
                 The targets that the map predicts.
         """
         offset = self.mean_y[columns] - self.mean_x @ weight - bias
-        residual = (
-            self.var_y[columns]
-            - 2 * (weight * self.cov_xy[:, columns]).sum(0)
-            + (weight * (self.cov_xx @ weight)).sum(0)
-            + offset.square()
-        )
+        residual = self.var_y[columns] - 2 * (weight * self.cov_xy[:, columns]).sum(0) + offset.square()
+        for rows, product in self.cov_xx.times(weight):
+            residual += (weight[rows] * product).sum(0)
         return 1 - (residual.sum() / self.var_y[columns].sum().clamp(min=torch.finfo(torch.float64).tiny)).item()
 
 
@@ -110,16 +114,15 @@ def fit_ridge(
         `torch.linalg.LinAlgError`: no strength makes the features' covariance positive definite.
     """
     scale = train.feature_scale()
-    correlation = train.cov_xx / scale / scale[:, None]
+    right = train.cov_xy / scale[:, None]
     best: list[tuple[float, float, torch.Tensor, torch.Tensor] | None] = [None] * len(groups)
     for strength in strengths:
-        penalised = correlation.clone()
-        penalised.diagonal().add_(strength)
-        factor, failed = torch.linalg.cholesky_ex(penalised)
-        if failed:
+        factor = train.cov_xx.cholesky(scale, strength)
+        if factor is None:
             continue
+        solution = factor.solve(right).div_(scale[:, None])
+        del factor  # the next one takes its place
         better = False
-        solution = torch.cholesky_solve(train.cov_xy / scale[:, None], factor) / scale[:, None]
         for i, columns in enumerate(groups):
             weight = solution[:, columns]
             bias = train.mean_y[columns] - train.mean_x @ weight

@@ -9,6 +9,7 @@ from ..geometry import KVGeometry, LayerGeometry
 from .columns import key_value_columns
 from .forward_selection import Correlations, ForwardSelection
 from .moments import Moments
+from .processes import Processes
 from .ridge import Gaussian
 from .states import TOKENS
 
@@ -95,6 +96,11 @@ class LayerScreening:
         """Rows taken in to fit on, and held out."""
         return self._train.count, self._held_out.count
 
+    def reduce(self, processes: Processes) -> None:
+        """Take in what the other processes have read."""
+        self._train.reduce(processes)
+        self._held_out.reduce(processes)
+
     def correlations(self) -> Correlations:
         """Of everything taken in so far, for [`LayerScreening.steps`]."""
         return Correlations.of(
@@ -102,7 +108,7 @@ class LayerScreening:
                 Gaussian(
                     sums.mean(["x"]),
                     sums.mean(["y"]),
-                    sums.covariance(["x"], ["x"]),
+                    sums.covariance_blocks(["x"]),
                     sums.covariance(["x"], ["y"]),
                     sums.variance(["y"]),
                 )

@@ -14,6 +14,10 @@ from .reduced_rank import reduce_rank
 from .ridge import Gaussian, fit_ridge
 
 
+# Of features that a layer map is asked about at once.
+_ROWS = 2048
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerProblem:
     """
@@ -196,9 +200,19 @@ def affine_part(
         `tuple[torch.Tensor, torch.Tensor]`: Weight `[features, targets]` and bias `[targets]`, float64.
     """
     width = sum(source_widths) + token_features
-    # One more row, of zeros, is answered by the bias.
-    rows = torch.eye(width + 1, width, dtype=torch.float64)[None]
-    *sources, tokens = rows.split([*source_widths, token_features], -1)
+
+    def answers(first: int, last: int) -> torch.Tensor:
+        """To features of which one is 1, a range of them. The one behind the last is none at all."""
+        rows = torch.zeros(1, last - first, width, dtype=torch.float64)
+        index = torch.arange(first, min(last, width))
+        rows[0, index - first, index] = 1
+        *sources, tokens = rows.split([*source_widths, token_features], -1)
+        return layer_map(sources, tokens if token_features else None)[0]
+
     with torch.no_grad():
-        output = layer_map(sources, tokens if token_features else None)[0]
-    return output[:-1] - output[-1], output[-1]
+        bias = answers(width, width + 1)[0]
+        weight = bias.new_empty(width, len(bias))
+        for first in range(0, width, _ROWS):
+            last = min(first + _ROWS, width)
+            torch.sub(answers(first, last), bias, out=weight[first:last])
+    return weight, bias

@@ -2,19 +2,23 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from ..compat import input_device
 from ..errors import CalibrationError
 from ..geometry import LayerGeometry
 from .budget import Budget
+from .captured_states import CapturedStates
 from .checkpoint import Checkpoint
 from .closest_layer import ClosestLayer
 from .costs import MapPlan
+from .memory import explained_memory_error
 from .moments import Moments
+from .processes import Processes
 from .ridge import Gaussian
 from .selection import LayerScreening
 from .solve import LayerProblem
@@ -33,25 +37,33 @@ class Reading:
             As in [`PairedStates.batches`].
         checkpoint ([`Checkpoint`]):
             Where sums are written.
+        processes ([`Processes`]):
+            Those that the batches are dealt to.
     """
 
     states: PairedStates
     batch_size: int
     held_out_every: int
     checkpoint: Checkpoint
+    processes: Processes
 
     def add(self, stage: str, texts: Iterable, sums: Any, results: dict[str, Any], progress: Any) -> int:
         """
-        Add all texts to `sums`, which has an `add(rows, held_out)` and named parts in `sums`, for the checkpoint.
+        Add this process's share of the texts to `sums`, which has an `add(rows, held_out)` and named parts in `sums`,
+        for the checkpoint.
 
         Returns:
-            `int`: The number of texts.
+            `int`: The number of texts, of all processes.
+
+        Raises:
+            `CalibrationError`: memory runs out.
         """
         num_texts = 0
         batches = self.states.batches(texts, self.batch_size, self.held_out_every)
         for held_out, batch, is_new in self.checkpoint.run(stage, batches, sums.sums, results):
             if is_new:
-                sums.add(self.states.read(batch), held_out)
+                with explained_memory_error(f"in a batch of {len(batch)} texts", "Lower `batch_size` or `max_length`"):
+                    sums.add(self.states.read(batch), held_out)
             num_texts += len(batch)
             progress.update(len(batch))
         return num_texts
@@ -112,6 +124,7 @@ def choose_layers(
 def _read_to_choose(reading: Reading, texts: Sequence, screening: ClosestLayer | LayerScreening) -> None:
     with logging.tqdm(desc="Choosing source layers", unit="text", total=len(texts)) as progress:
         num_texts = reading.add("choosing", texts, screening, {}, progress)
+    screening.reduce(reading.processes)
     check_enough_text(1, *screening.counts, num_texts)
 
 
@@ -129,7 +142,7 @@ class LayerSums:
     """
 
     def __init__(self, plan: MapPlan, selection: Mapping[int, Sequence[int]], dtype: torch.dtype):
-        self._plan, self._selection = plan, selection
+        self._plan, self.selection = plan, selection
         tokens = [TOKENS] if plan.token_features else []
         self._blocks = {i: [*(("source", j) for j in chosen), *tokens] for i, chosen in selection.items()}
         # Which products the solves need: features with features, and with their target layer.
@@ -140,9 +153,19 @@ class LayerSums:
         self.train, self.held_out = (Moments(pairs, dtype) for _ in range(2))
 
     @property
+    def blocks(self) -> list[Hashable]:
+        """Names of the blocks of rows that are read."""
+        return self.train.blocks
+
+    @property
     def sums(self) -> dict[str, Moments]:
         """For the [`Checkpoint`]."""
         return {"train": self.train, "held_out": self.held_out}
+
+    def reduce(self, processes: Processes) -> None:
+        """Take in what the other processes have summed."""
+        self.train.reduce(processes)
+        self.held_out.reduce(processes)
 
     def add(self, rows: Mapping, held_out: bool) -> None:
         """Take in a batch of [`PairedStates.read`]."""
@@ -151,7 +174,7 @@ class LayerSums:
     def problem(self, target_layer: int, metric: torch.Tensor | None) -> LayerProblem:
         """What a target layer is solved from."""
         train, held_out = (self._gaussian(moments, target_layer) for moments in (self.train, self.held_out))
-        source = [self._plan.source.layers[j] for j in self._selection[target_layer]]
+        source = [self._plan.source.layers[j] for j in self.selection[target_layer]]
         return LayerProblem(train, held_out, source, self._plan.target.layers[target_layer], metric)
 
     def _gaussian(self, moments: Moments, target_layer: int) -> Gaussian:
@@ -159,10 +182,63 @@ class LayerSums:
         return Gaussian(
             moments.mean(names),
             moments.mean(target),
-            moments.covariance(names, names),
+            moments.covariance_blocks(names),
             moments.covariance(names, target),
             moments.variance(target),
         )
+
+
+def sum_in_groups(
+    reading: Reading,
+    texts: Iterable,
+    plan: MapPlan,
+    groups: Sequence[Mapping[int, Sequence[int]]],
+    dtype: torch.dtype,
+    results: dict[str, Any],
+    progress: Any,
+) -> tuple[int, tuple[int, int], Iterator[LayerSums]]:
+    """
+    Read all text, and sum over it for one group of target layers after another.
+
+    Args:
+        reading ([`Reading`]):
+            How text is read.
+        texts (`Iterable`):
+            All of it.
+        plan ([`MapPlan`]):
+            What the maps read besides source layers.
+        groups (`Sequence[Mapping[int, Sequence[int]]]`):
+            For each target layer of a group its source layers. Of one group sums are taken as the text is read, of
+            more the states are written to files first.
+        dtype (`torch.dtype`):
+            Of the products of one batch.
+        results (`dict`), progress:
+            For [`Reading.add`].
+
+    Returns:
+        `tuple[int, tuple[int, int], Iterator[LayerSums]]`: The number of texts, of rows to fit on and held out, and
+        the sums of each group, made when they are asked for.
+    """
+    if len(groups) == 1:
+        sums = LayerSums(plan, groups[0], dtype)
+        num_texts = reading.add("summing", texts, sums, results, progress)
+        sums.reduce(reading.processes)
+        return num_texts, (sums.train.count, sums.held_out.count), iter([sums])
+    names = dict.fromkeys(name for group in groups for name in LayerSums(plan, group, dtype).blocks)
+    captured = CapturedStates(reading.checkpoint.states_folder, list(names))
+    num_texts = reading.add("capturing", texts, captured, results, progress)
+    train, held_out = reading.processes.sum(torch.tensor(captured.counts)).tolist()
+    device = input_device(reading.states.target)
+
+    def sum_up(group: Mapping[int, Sequence[int]]) -> LayerSums:
+        sums = LayerSums(plan, group, dtype)
+        for is_held_out in (False, True):
+            for rows in captured.rows(sums.blocks, is_held_out, device):
+                sums.add(rows, is_held_out)
+        sums.reduce(reading.processes)
+        return sums
+
+    return num_texts, (train, held_out), map(sum_up, groups)
 
 
 def check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:

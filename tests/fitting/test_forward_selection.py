@@ -5,13 +5,14 @@ import torch
 
 from hf_kvtransfer.fitting.forward_selection import RANKING_STRENGTH, Correlations, ForwardSelection
 from hf_kvtransfer.fitting.ridge import Gaussian, fit_ridge
+from hf_kvtransfer.fitting.symmetric import SymmetricBlocks
 
 
 def gaussian(x, y):
     return Gaussian(
         x.mean(0),
         y.mean(0),
-        torch.cov(x.T, correction=0),
+        SymmetricBlocks.of(torch.cov(x.T, correction=0)),
         ((x - x.mean(0)).T @ (y - y.mean(0))) / len(x),
         y.var(0, correction=0),
     )

@@ -6,6 +6,7 @@ from hf_kvtransfer import KVGeometry
 from hf_kvtransfer.fitting.reduced_rank import reduce_rank
 from hf_kvtransfer.fitting.ridge import Gaussian
 from hf_kvtransfer.fitting.solve import LayerProblem, affine_part, solve_layer
+from hf_kvtransfer.fitting.symmetric import SymmetricBlocks
 from hf_kvtransfer.geometry import LayerGeometry
 from hf_kvtransfer.maps import build_layer_map
 
@@ -23,20 +24,21 @@ def test_no_other_map_of_the_rank_is_better():
         missed = x @ (weight - low)
         return ((missed @ metric) * missed).sum()
 
-    down, up = reduce_rank(weight, cov, 2, metric)
+    down, up = reduce_rank(weight, SymmetricBlocks.of(cov), 2, metric)
     best = error(down.T @ up.T)
     assert torch.linalg.matrix_rank(down.T @ up.T) == 2
     # Around the optimum, and from anywhere else downhill, there is nothing better.
     assert all(error((down + 1e-3 * noise(2, 8)).T @ (up + 1e-3 * noise(5, 2)).T) >= best for _ in range(50))
     values = torch.linalg.svdvals(x @ weight @ torch.linalg.cholesky(metric))
     torch.testing.assert_close(best, values[2:].square().sum())
-    full = reduce_rank(weight, cov, 5, metric)
+    full = reduce_rank(weight, SymmetricBlocks.of(cov), 5, metric)
     torch.testing.assert_close(full[0].T @ full[1].T, weight)
 
 
 def test_directions_that_cost_nothing_are_left_to_the_mean():
     weight = torch.eye(3, dtype=torch.float64)
-    down, up = reduce_rank(weight, weight, 2, torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64).diag())
+    metric = torch.tensor([1.0, 0.0, 4.0], dtype=torch.float64).diag()
+    down, up = reduce_rank(weight, SymmetricBlocks.of(weight), 2, metric)
     torch.testing.assert_close(down.T @ up.T, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64).diag())
 
 
@@ -52,7 +54,11 @@ def test_heads_are_matched_in_each_layer():
     y = torch.cat([keys, values], 1)
     centred_x, centred_y = x - x.mean(0), y - y.mean(0)
     moments = Gaussian(
-        x.mean(0), y.mean(0), centred_x.T @ centred_x / 500, centred_x.T @ centred_y / 500, y.var(0, correction=0)
+        x.mean(0),
+        y.mean(0),
+        SymmetricBlocks.of(centred_x.T @ centred_x / 500),
+        centred_x.T @ centred_y / 500,
+        y.var(0, correction=0),
     )
     spec = {"kind": "head_matched", "source_layers": [0, 1], "source_heads": [[0, 0], [0, 0]]}
     solution = solve_layer(spec, LayerProblem(moments, moments, source, target), [1e-8])

@@ -11,7 +11,7 @@ def gaussian(moments):
     return Gaussian(
         moments.mean(["a", "b"]),
         moments.mean(["y"]),
-        moments.covariance(["a", "b"], ["a", "b"]),
+        moments.covariance_blocks(["a", "b"]),
         moments.covariance(["a", "b"], ["y"]),
         moments.variance(["y"]),
     )

@@ -1,0 +1,129 @@
+"""A fit that is shared by two processes, as `accelerate launch` starts them."""
+
+import os
+
+import pytest
+import torch
+from accelerate import PartialState, debug_launcher
+
+from hf_kvtransfer import CalibrationError, KVMapper, fit_mapper
+from hf_kvtransfer.fitting import checkpoint
+from hf_kvtransfer.fitting.states import PairedStates
+
+from ..tiny_models import plant, random_ids, tiny_model
+
+
+# Twelve batches, of which the last is held out: one of the processes reads none that is.
+OPTIONS = {
+    "num_source_layers": 1,
+    "batch_size": 4,
+    "screening_tokens": 10**6,
+    "held_out_every": 12,
+    "moment_dtype": torch.float64,
+    "dtype": torch.float32,
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    source = tiny_model("llama")
+    return source, plant(source)
+
+
+@pytest.fixture(scope="module")
+def texts(pair):
+    return random_ids(pair[0], 48, 60, seed=1).tolist()
+
+
+def launch(function, *args):
+    """Run a function in two processes, each with its own number as first argument."""
+    debug_launcher(_in_process, (function, args), num_processes=2)
+
+
+def _in_process(function, args):
+    # Forked from a process that may have used threads, and accelerate for itself.
+    torch.set_num_threads(1)
+    PartialState._reset_state()
+    function(int(os.environ["RANK"]), *args)
+
+
+def fit_and_save(rank, pair, texts, folder, options):
+    read, reads = PairedStates.read, []
+
+    def counted(self, batch):
+        reads.append(len(batch))
+        return read(self, batch)
+
+    PairedStates.read = counted
+    fit_mapper(*pair, texts, **options).save_pretrained(folder / str(rank))
+    (folder / str(rank) / "reads").write_text(str(len(reads)))
+
+
+def check_same(mapper, folder, num_reads):
+    both = [KVMapper.from_pretrained(folder / str(rank)) for rank in range(2)]
+    assert both[0].digest() == both[1].digest()
+    assert both[0].config.fit == both[1].config.fit
+    assert sum(int((folder / str(rank) / "reads").read_text()) for rank in range(2)) == num_reads
+    assert both[0].config.layers == mapper.config.layers
+    fit, expected = both[0].config.fit, mapper.config.fit
+    for name in ("num_texts", "train_tokens", "held_out_tokens"):
+        assert fit[name] == expected[name]
+    for i, layer in enumerate(expected["layers"]):
+        assert fit["layers"][i]["explained_variance"] == pytest.approx(layer["explained_variance"], abs=1e-6)
+        assert fit["layers"][i].get("ridge_strengths") == layer.get("ridge_strengths")
+    for own, other in zip(both[0].parameters(), mapper.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "head_matched", "storage_bits": 8}, {"kind": "identity", "rank": 2, "num_source_layers": None}],
+    ids=lambda options: options.get("kind", "linear"),
+)
+def test_two_processes_fit_what_one_does(pair, texts, tmp_path, options):
+    options = {name: value for name, value in (OPTIONS | options).items() if value is not None}
+    launch(fit_and_save, pair, texts, tmp_path, options)
+    check_same(fit_mapper(*pair, texts, **options), tmp_path, 24)
+
+
+def die_or_tell(rank, pair, texts, folder, keeping, limit):
+    """The second process ends without a word at its third batch of the sums; the first tells what it sees."""
+    read, reads = PairedStates.read, []
+
+    def counted(self, batch):
+        if rank == 1 and len(reads) == limit:
+            os._exit(0)
+        reads.append(batch)
+        return read(self, batch)
+
+    PairedStates.read = counted
+    try:
+        fit_mapper(*pair, texts, checkpoint=keeping, **OPTIONS)
+    except CalibrationError as error:
+        (folder / "error").write_text(str(error))
+
+
+def test_a_process_that_dies_is_told_of_and_its_sums_are_kept(pair, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WRITE_SHARE", float("inf"))  # after each batch
+    keeping = tmp_path / "keeping"
+    launch(die_or_tell, pair, texts, tmp_path, keeping, 6 + 2)
+    assert "Process 0 of 2 cannot reach the others" in (tmp_path / "error").read_text()
+    with pytest.raises(CalibrationError, match="processes was 2 and is 1"):
+        fit_mapper(*pair, texts, checkpoint=keeping, **OPTIONS)
+    launch(fit_and_save, pair, texts, tmp_path, OPTIONS | {"checkpoint": keeping})
+    # The first process had read everything, the second two of its six batches.
+    check_same(fit_mapper(*pair, texts, **OPTIONS), tmp_path, 4)
+    assert not list(keeping.iterdir())
+
+
+def tell(rank, pair, texts, folder):
+    try:
+        fit_mapper(*pair, texts[24 * rank : 24 * (rank + 1)], **OPTIONS)
+    except CalibrationError as error:
+        (folder / f"error-{rank}").write_text(str(error))
+
+
+def test_each_process_must_be_given_all_texts(pair, texts, tmp_path):
+    launch(tell, pair, texts, tmp_path)
+    for rank in range(2):
+        assert "2 processes of this fit were given different texts" in (tmp_path / f"error-{rank}").read_text()
