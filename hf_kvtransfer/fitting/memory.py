@@ -72,8 +72,8 @@ def memory_groups(
     if memory is None:
         if needed(selection) > _installed():
             raise CalibrationError(
-                f"The sums for {len(selection)} target layers take {needed(selection) / 1e9:.1f} GB, which this machine "
-                f"does not have. Pass `memory`, at least '{alone / 1e9:.1f}GB', and a `checkpoint` folder with "
+                f"The sums for {len(selection)} target layers take {needed(selection) / 1e9:.1f} GB, which this "
+                f"machine does not have. Pass `memory`, '{alone / 1e9:.1f}GB' or more, and a `checkpoint` folder with "
                 "room for states, to take them in groups, or lower `num_source_layers`."
             )
         return [dict(selection)]

@@ -1,11 +1,13 @@
 """Fits that do not fit into memory at once, and what sums and solves take."""
 
+import resource
+
 import pytest
 import torch
 
 from benchmarks.memory import LiveTensors
 from hf_kvtransfer import CalibrationError, KVGeometry, fit_mapper
-from hf_kvtransfer.fitting import memory
+from hf_kvtransfer.fitting import checkpoint, memory, solve
 from hf_kvtransfer.fitting.costs import MapPlan
 from hf_kvtransfer.fitting.layer_fit import fit_layers
 from hf_kvtransfer.fitting.processes import Processes
@@ -43,7 +45,7 @@ def check_same(mapper, whole):
 
 
 # Of one target layer of the tiny pair: the most that any of them takes.
-ALONE = 1.3e6
+ALONE = 1.6e6
 
 
 def test_groups_of_layers_are_solved_from_captured_states(pair, texts, whole, tmp_path):
@@ -53,33 +55,27 @@ def test_groups_of_layers_are_solved_from_captured_states(pair, texts, whole, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_capture_goes_on_after_an_interruption_and_a_full_disk(pair, texts, whole, tmp_path, monkeypatch):
-    read, reads = PairedStates.read, []
+def test_a_capture_goes_on_after_the_disk_was_full(pair, texts, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WRITE_SHARE", float("inf"))  # after each batch
+    read, reads, limits = PairedStates.read, [], resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def counted(self, batch):
-        if len(reads) == limit:
-            raise KeyboardInterrupt
         reads.append(batch)
+        if len(reads) == 14:  # ten batches to choose layers on
+            size = max(file.stat().st_size for file in tmp_path.glob("*/*-train.states"))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10_000, limits[1]))
         return read(self, batch)
 
     monkeypatch.setattr(PairedStates, "read", counted)
-    limit = 14  # ten batches to choose layers on
     options = OPTIONS | {"checkpoint": tmp_path, "memory": int(ALONE)}
-    with pytest.raises(KeyboardInterrupt):
-        fit_mapper(*pair, texts, **options)
-    (states,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    file = next(states.glob("*-train.states"))
-    file.write_bytes(file.read_bytes() + b"half a batch")
-    kept = file.rename(file.with_suffix(".moved"))
-    file.symlink_to("/dev/full")
-    reads.clear()
-    with pytest.raises(CalibrationError, match=r"cannot be written .* after \d+ tokens .*No space left.* kB a token"):
-        fit_mapper(*pair, texts, **options)
-    file.unlink()
-    kept.rename(file)
+    try:
+        with pytest.raises(CalibrationError, match=r"cannot be written to .* after 6\d\d tokens .* kB a token"):
+            fit_mapper(*pair, texts, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reads.clear()
     check_same(fit_mapper(*pair, texts, **options), whole)
-    assert 6 <= len(reads) <= 7  # of ten
+    assert len(reads) == 10 - 3
 
 
 def test_too_little_memory_is_told_before_text_is_read(pair, texts, tmp_path, monkeypatch):
@@ -92,7 +88,7 @@ def test_too_little_memory_is_told_before_text_is_read(pair, texts, tmp_path, mo
         with pytest.raises(ValueError, match=message):
             fit_mapper(*pair, texts, **options)
     monkeypatch.setattr(memory, "_installed", lambda: 2e6)
-    with pytest.raises(CalibrationError, match="does not have. Pass `memory`, at least"):
+    with pytest.raises(CalibrationError, match="does not have. Pass `memory`, '"):
         fit_mapper(*pair, texts, **OPTIONS)
 
 
@@ -106,15 +102,16 @@ def test_memory_that_runs_out_is_told_of(pair, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["linear", "low_rank", "residual_mlp", "head_matched"])
-def test_sums_and_solves_take_what_is_said(kind):
-    """Eight layers of eight heads and embeddings, at an eighth of their width, from random sums."""
-    source, target = KVGeometry((LayerGeometry(8, 16, 16),) * 8), KVGeometry((LayerGeometry(8, 16, 16),))
-    plan = MapPlan(kind, source, target, 640)
+def test_sums_and_solves_take_what_is_said(kind, monkeypatch):
+    """Eight source layers and embeddings, at a thirtieth of their width, from random sums."""
+    monkeypatch.setattr(solve, "_ROWS", solve._ROWS // 32)
+    source, target = KVGeometry((LayerGeometry(2, 16, 16),) * 8), KVGeometry((LayerGeometry(2, 16, 16),))
+    plan = MapPlan(kind, source, target, 160, hidden_size=8 if kind == "residual_mlp" else None)
     selection = {0: list(range(8))}
     sums = LayerSums(plan, selection, torch.float32)
     generator = torch.Generator().manual_seed(0)
     for held_out in (False, True):
-        rows = {name: torch.randn(400, 640 if name == "tokens" else 256, generator=generator) for name in sums.blocks}
+        rows = {name: torch.randn(400, 160 if name == "tokens" else 64, generator=generator) for name in sums.blocks}
         sums.add(rows, held_out)
     products = [
         tensor for part in sums.sums.values() for name, tensor in part.state().items() if name.startswith("product")

@@ -1,0 +1,117 @@
+"""What the benchmarks count, and that they run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+from benchmarks import growth, roofline
+from benchmarks.counting import attended, map_weights, prefill_flops, translation_bytes, weight_bytes
+from benchmarks.exponents import fit_growth
+from benchmarks.random_pair import map_specs, random_mapper, random_model
+from hf_kvtransfer import KVGeometry
+from hf_kvtransfer.compat import read_into_cache
+
+from .tiny_models import random_ids, tiny_model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_operations_of_a_prefill(family):
+    model = tiny_model(family, attn_implementation="eager")
+    geometry, ids = KVGeometry.from_model(model), random_ids(model, 1, 50)
+    with FlopCounterMode(display=False) as counter:
+        read_into_cache(model, DynamicCache(config=model.config), ids)
+    counts = counter.get_flop_counts()["Global"]
+    rotary = 2 * 50 * geometry.layers[0].key_head_dim // 2  # frequencies by positions, also a product
+    products = sum(counts.values()) - rotary * (2 if family == "gemma3" else 1)
+    assert prefill_flops(model, geometry, 50, skips_masked=False) == products
+    on_meta = random_model(model.config, torch.float32, "meta")
+    assert prefill_flops(on_meta, geometry, 50) == prefill_flops(model, geometry, 50) < products
+
+
+def test_attended_pairs():
+    for window in (None, 3, 7, 9):
+        seen = sum(min(i + 1, window or 7) for i in range(7))
+        assert attended(7, window) == seen
+    assert attended(7, 3, skips_masked=False) == 49
+
+
+def test_operations_and_bytes_of_a_translation():
+    source, target = KVGeometry.from_model(tiny_model("llama")), KVGeometry.from_model(tiny_model("qwen3"))
+    mapper = random_mapper(source, target, 64, 2, torch.float32, "cpu")
+    maps = source, target, mapper.config.layers, 64
+    matrices = [weight for weight in mapper.parameters() if weight.dim() > 1]
+    assert map_weights(*maps) == sum(weight.numel() for weight in matrices)
+    features = sum(weight.shape[1] for weight in matrices)
+    outputs = sum(weight.shape[0] for weight in matrices)
+    assert translation_bytes(*maps, 10, 4) == 4 * (map_weights(*maps) + 10 * (features + outputs))
+    assert [spec.get("source_layers") for spec in map_specs(source, target, 2)] == [None, [1, 2], [1, 2], [2, 3]]
+
+
+def test_bytes_of_weights():
+    untied = tiny_model("llama")
+    table = untied.get_input_embeddings().weight.numel()
+    assert weight_bytes(untied, 2) == 2 * (untied.num_parameters() - table)
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    assert weight_bytes(tied, 2) == 2 * tied.num_parameters()
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.4])
+def test_an_exponent_is_found_in_noise(exponent):
+    generator = np.random.default_rng(0)
+    tokens = np.repeat([128, 256, 512, 1024, 2048, 4096, 8192], 3)
+    noise = np.exp(0.03 * generator.standard_normal(len(tokens)))
+    values = (1e-4 * tokens**exponent + (0.02 if exponent else 0.0)) * noise
+    growth = fit_growth(tokens, values, has_fixed=exponent > 0)
+    assert growth.low - 0.01 <= exponent <= growth.high + 0.01
+    assert growth.high - growth.low < 0.3
+    with pytest.raises(ValueError, match="three lengths or more"):
+        fit_growth([1, 1, 2], [1.0, 1.0, 2.0])
+
+
+def test_rooflines():
+    source, target = roofline.PAIRS["14B-to-32B"]
+    short, long = (roofline.count_work(source, target, length, 4) for length in (1024, 32768))
+    weights, features = 32.0e9 - 152064 * 5120 * 2, 4 * 2048 + 5120
+    assert short.prefill_flops == pytest.approx(2 * weights * 1024, rel=0.05)
+    assert short.mapper_bytes == 2 * 63 * features * 2048
+    assert long.translation_flops == 32 * short.translation_flops
+    assert long.prefill_flops > 32 * short.prefill_flops
+    assert long.target_bytes == 64 * 2048 * 2 * 32768
+    times = {name: long.seconds(*rates) for name, rates in roofline.GPUS.items()}
+    assert times["A100 80GB"]["prefill"] > times["H100 SXM"]["prefill"] == times["H200 SXM"]["prefill"]
+    assert times["H200 SXM"]["ratio"] > short.seconds(*roofline.GPUS["H200 SXM"])["ratio"]
+
+
+@pytest.fixture
+def configs(tmp_path):
+    for name, family in (("source", "llama"), ("target", "qwen3")):
+        tiny_model(family).config.save_pretrained(tmp_path / name)
+    return ["--source-config", str(tmp_path / "source"), "--target-config", str(tmp_path / "target")]
+
+
+def test_growth_is_measured_and_drawn(configs, tmp_path):
+    pytest.importorskip("matplotlib")
+    lengths = ["--lengths", "32", "64", "96", "--fit-tokens", "2560", "--runs", "1", "--threads", "1"]
+    growth.main([str(tmp_path / "growth"), *configs, *lengths])
+    results = json.loads((tmp_path / "growth.json").read_text())
+    assert set(results["exponents"]) == {"prefill", "bind", "translation", "handoff", "temporary layers"}
+    assert [tokens for tokens, _ in results["measured"]["handoff"]] == [32, 64, 96]
+    assert [tokens for tokens, _ in results["measured"]["fit"]] == [2560]
+    assert "exponents" in (tmp_path / "growth.svg").read_text()
+
+
+def test_a_geometry_runs_with_random_weights_and_fewer_layers(configs, tmp_path):
+    file = tmp_path / "roofline.json"
+    roofline.main(
+        ["--measure", "configs", *configs, "--layers", "2", "--lengths", "40", "--num-source-layers", "2"]
+        + ["--dtype", "float32", "--device", "cpu", "--runs", "1", "--json", str(file)]
+    )
+    found = json.loads(file.read_text())["2 source layers"]
+    assert found["scale"] == 2
+    (measured,) = found["lengths"].values()
+    assert measured["scaled"]["prefill"] == 2 * measured["seconds"]["prefill"]
+    assert set(measured["share_of_bound"]) == {"prefill", "translation"}
