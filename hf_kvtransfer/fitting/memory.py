@@ -38,7 +38,7 @@ def solve_bytes(plan: MapPlan, target_layer: int, source_layers: Sequence[int]) 
     if plan.kind == "head_matched":
         # Which heads match is found on both covariances whole, with some rows for each feature that is taken.
         taken = plan.num_features(target_layer, source_layers)
-        numbers = 2 * features**2 + 5 * taken * features
+        numbers = 2 * features**2 + 7 * taken * features
     else:
         # The triangular factor, and the block that is being made.
         numbers = (features**2 + sum(width**2 for width in widths)) // 2 + 2 * max(widths) ** 2
