@@ -22,6 +22,7 @@ from .errors import (
 
 
 if TYPE_CHECKING:
+    from .adapter_mapper import adapter_mapper
     from .cache import TranslatedCache
     from .fidelity.evaluate import evaluate_mapper
     from .fidelity.gate import FidelityGate, Verdict
@@ -72,6 +73,7 @@ __all__ = [
     "TranslatedCache",
     "UnsupportedModelError",
     "Verdict",
+    "adapter_mapper",
     "calibrate_readout",
     "distill_mapper",
     "evaluate_mapper",
@@ -100,6 +102,7 @@ _MODULES = {
     "TransferReport": ".transfer_report",
     "TranslatedCache": ".cache",
     "Verdict": ".fidelity.gate",
+    "adapter_mapper": ".adapter_mapper",
     "calibrate_readout": ".fitting",
     "distill_mapper": ".fitting",
     "evaluate_mapper": ".fidelity.evaluate",

@@ -57,6 +57,14 @@ class KVMapperConfig(PreTrainedConfig):
         """The target's layers that are mapped: those that cache something of their own, but for native ones."""
         return [i for i, spec in enumerate(self.layers or []) if spec is not None and spec.get("kind") != "native"]
 
+    @property
+    def copies_layers(self) -> bool:
+        """Whether each target layer gets what the source layer of its number holds, as it is."""
+        return all(
+            spec is None or spec == {"kind": "identity", "source_layers": [i], "rank": 0}
+            for i, spec in enumerate(self.layers or [])
+        )
+
     def validate_layout(self) -> tuple[KVGeometry, KVGeometry]:
         """
         Check that the config describes a mapper that this version can build.

@@ -15,6 +15,9 @@ from .errors import UnsupportedModelError
 # What PEFT puts a module of the model under when it wraps it. A wrapper tells which adapters are active in it.
 _WRAPPED = ("base_layer", "original_module")
 
+# What the tensors of adapters are called that put embeddings or states of their own in front of the context.
+VIRTUAL_TOKENS = "prompt_encoder"
+
 
 @dataclass(frozen=True, eq=False)
 class Offloaded:
@@ -102,8 +105,8 @@ class ModelTensors:
         base = unwrap(model)
         walk.visit(base, "", "", None, walk.tensors.weights)
         if base is not model:
-            prompts = getattr(model, "prompt_encoder", None)
-            walk.visit_adapters(prompts, getattr(model, "active_adapters", ()), "prompt_encoder", None)
+            prompts = getattr(model, VIRTUAL_TOKENS, None)
+            walk.visit_adapters(prompts, getattr(model, "active_adapters", ()), VIRTUAL_TOKENS, None)
         weights = walk.tensors.weights
         for name, source in getattr(base, "all_tied_weights_keys", {}).items():
             if name in weights and source in weights and (weights[name].offloaded or weights[source].offloaded):

@@ -7,6 +7,7 @@ from transformers.cache_utils import Cache
 
 from ..cache_policy import cache_policy
 from ..errors import EvidenceError
+from ..exactness import exact_layers
 from ..identity import ModelIdentity
 from ..mapper import KVMapper
 from ..source import SourceKV
@@ -140,7 +141,7 @@ class FidelityGate:
         except EvidenceError as error:
             return self.verdict(mapper.name, [str(error)])
         if report is None:
-            return self.verdict(mapper.name, [NO_EVIDENCE])
+            return self.verdict(mapper.name, _without_evidence(mapper, source, target, target_cache))
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
@@ -252,3 +253,33 @@ class FidelityGate:
     def verdict(self, mapper: str, reasons: list[str]) -> Verdict:
         """What follows from all that speaks against the mapper of this name."""
         return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper)
+
+
+def _without_evidence(
+    mapper: KVMapper,
+    source: PreTrainedModel | SourceKV | None,
+    target: PreTrainedModel | None,
+    target_cache: Cache | None,
+) -> list[str]:
+    """
+    What speaks against a mapper that nobody has measured: nothing, if it copies layers that are the same in both
+    models. That is no claim of the mapper's: it is looked at in the models themselves, each time.
+    """
+    if source is None or target is None or not mapper.config.copies_layers:
+        return [NO_EVIDENCE]
+    if isinstance(source, SourceKV):
+        identity, policies = source.identity, {"source": source.cache_policy or {}}
+    else:
+        identity, policies = ModelIdentity.from_model(source), {"source": cache_policy(source)}
+    policies["target"] = cache_policy(target if target_cache is None else target_cache)
+    exact = exact_layers(identity, target).layers
+    others = [i for i in mapper.config.mapped_layers if i not in exact]
+    if others:
+        same = "no layer is" if not exact else f"layers {exact[0]} to {exact[-1]} are"
+        return [f"{same} the same in both models, and of layers {others[0]} to {others[-1]} {NO_EVIDENCE}"]
+    return [
+        f"the {side}'s cache is {key}, and {NO_EVIDENCE}"
+        for side, policy in policies.items()
+        for key in ("quantized", "evicting")
+        if policy.get(key)
+    ]
