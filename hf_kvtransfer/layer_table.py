@@ -22,6 +22,7 @@ def layer_table(mapper: KVMapper) -> Table:
     config = mapper.config
     width = len(mapper.source_geometry.layers)
     reports = (config.fit or {}).get("layers") or [None] * len(config.layers)
+    exact = (config.fit or {}).get("exact_layers") or ()
     rows = []
     for i, (spec, report) in enumerate(zip(config.layers, reports, strict=True)):
         if spec is None:
@@ -32,7 +33,8 @@ def layer_table(mapper: KVMapper) -> Table:
             read = set(spec["source_layers"])
             drawn = "".join(_READ if j in read else _UNREAD for j in range(width))
             size = f"{num_bytes(mapper.layers[i]) / 1e6:.2f}"
-            rows.append([str(i), drawn, spec["kind"].replace("_", " "), size, *_explained(report)])
+            kind = "exact copy" if i in exact else spec["kind"].replace("_", " ")
+            rows.append([str(i), drawn, kind, size, *_explained(report)])
     ruler = "0" + str(width - 1).rjust(width - 1) if width > 1 else "0"  # the first and the last, where they stand
     return Table(
         f"Target layers, and which of the source's {width} layers they read",

@@ -19,6 +19,7 @@ from hf_kvtransfer import (
 )
 from hf_kvtransfer.exactness import exact_layers
 from hf_kvtransfer.identity import ModelIdentity
+from hf_kvtransfer.layer_table import layer_table
 
 from .tiny_models import random_ids, tiny_model
 
@@ -98,7 +99,7 @@ def test_fused_experts():
 
 
 @pytest.mark.parametrize(
-    ("saved", "exact"), [("norm", (0, 1, 2, 3)), ("model.layers.2.input_layernorm", (0, 1)), ("lm_head", (0, 1, 2, 3))]
+    ("saved", "exact"), [("model.norm", (0, 1, 2, 3)), ("model.layers.2.input_layernorm", (0, 1)), ("lm_head", (0, 1, 2, 3))]
 )
 def test_modules_that_were_trained_whole(llama, saved, exact):
     model = adapted(llama, ["o_proj"], layers_to_transform=[3], modules_to_save=[saved])
@@ -145,6 +146,7 @@ def test_what_is_not_exact_needs_evidence(llama):
     model = adapted(llama, MLP, layers_to_transform=[1, 2])
     mapper = adapter_mapper(llama, model)
     assert mapper.config.fit["exact_layers"] == [0, 1]
+    assert [row[2] for row in layer_table(mapper).rows] == ["exact copy", "exact copy", "identity", "identity"]
     [reason] = FidelityGate().admit(mapper, llama, model).reasons
     assert reason.startswith("layers 0 to 1 are the same in both models, and of layers 2 to 3 it has no evidence")
     [reason] = FidelityGate().admit(mapper, llama, adapted(llama, ["v_proj"])).reasons
@@ -156,8 +158,8 @@ def test_adapters_are_switched_from_request_to_request(llama):
     """One model, one document read by it without adapters, each request with another adapter."""
     model = adapted(llama, ["q_proj", *MLP], "one", layers_to_transform=[3])
     model.add_adapter("two", peft.LoraConfig(target_modules=["o_proj", "lm_head"], r=4, layers_to_transform=[3]))
-    model.add_adapter("keys", peft.LoraConfig(target_modules=["k_proj"], r=4, layers_to_transform=[2]))
-    randomized(model, "two", 1), randomized(model, "keys", 2)
+    model.add_adapter("third", peft.LoraConfig(target_modules=["k_proj"], r=4, layers_to_transform=[2]))
+    randomized(model, "two", 1), randomized(model, "third", 2)
     ids = random_ids(llama, 1, CONTEXT + 4)
     with model.disable_adapter():
         source_kv = SourceKV.prefill(model, None, ids[:, :CONTEXT])
@@ -170,7 +172,7 @@ def test_adapters_are_switched_from_request_to_request(llama):
     assert torch.equal(answers[0], answers[2])
     assert not torch.equal(answers[0], answers[1])
     mapper = adapter_mapper(source_kv, model)
-    model.set_adapter("keys")
+    model.set_adapter("third")
     with pytest.raises(RefusedError, match="layers 0 to 1 are the same"):
         TranslatedCache(source_kv, mapper, model, on_refusal="raise")
     # From one adapter to another: what either of them changes is not exact.
