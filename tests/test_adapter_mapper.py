@@ -99,7 +99,8 @@ def test_fused_experts():
 
 
 @pytest.mark.parametrize(
-    ("saved", "exact"), [("model.norm", (0, 1, 2, 3)), ("model.layers.2.input_layernorm", (0, 1)), ("lm_head", (0, 1, 2, 3))]
+    ("saved", "exact"),
+    [("model.norm", (0, 1, 2, 3)), ("model.layers.2.input_layernorm", (0, 1)), ("lm_head", (0, 1, 2, 3))],
 )
 def test_modules_that_were_trained_whole(llama, saved, exact):
     model = adapted(llama, ["o_proj"], layers_to_transform=[3], modules_to_save=[saved])

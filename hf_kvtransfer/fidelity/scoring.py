@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.nn import functional as F
@@ -52,15 +53,8 @@ def read_continuations(target: PreTrainedModel, cache: DynamicCache, passage: Pa
             The context's last ids, those that the cache does not hold.
     """
     continuations = passage.continuations
-    positions = max(map(len, continuations))
-    # Padding is on the right, where no scored token sees it.
-    input_ids = torch.zeros(len(continuations), len(tail) + positions - 1, dtype=torch.long)
-    for row, ids in zip(input_ids, continuations, strict=True):
-        row[: len(tail) + len(ids) - 1] = torch.tensor(tail + ids[:-1])
-    if len(continuations) > 1:
-        cache.batch_repeat_interleave(len(continuations))
     with attention_outputs(target) as outputs:
-        logits = read_into_cache(target, cache, input_ids, num_logits=positions)
+        logits = continuation_logits(target, cache, tail, continuations)
     chosen = None
     if len(continuations) > 1:
         totals = [
@@ -75,6 +69,36 @@ def read_continuations(target: PreTrainedModel, cache: DynamicCache, passage: Pa
         [output[passage.label, scored].float() for output in outputs],
         chosen,
     )
+
+
+def continuation_logits(
+    target: PreTrainedModel, cache: DynamicCache, tail: list[int], continuations: Sequence[list[int]]
+) -> torch.Tensor:
+    """
+    Let the target read the end of a context and several continuations behind it, each in a row of one batch.
+
+    Args:
+        target (`PreTrainedModel`):
+            The model that continues.
+        cache (`DynamicCache`):
+            The context before, in one row. It is used up.
+        tail (`list[int]`):
+            The context's last ids, those that the cache does not hold, at least one.
+        continuations (`Sequence[list[int]]`):
+            Ids of the continuations.
+
+    Returns:
+        `torch.Tensor`: For each token of each continuation the prediction of it, in float32,
+        `[continuations, tokens, vocab_size]`. Rows of shorter continuations end in something.
+    """
+    positions = max(map(len, continuations))
+    # Padding is on the right, where no scored token sees it.
+    input_ids = torch.zeros(len(continuations), len(tail) + positions - 1, dtype=torch.long)
+    for row, ids in zip(input_ids, continuations, strict=True):
+        row[: len(tail) + len(ids) - 1] = torch.tensor(tail + ids[:-1])
+    if len(continuations) > 1:
+        cache.batch_repeat_interleave(len(continuations))
+    return read_into_cache(target, cache, input_ids, num_logits=positions)
 
 
 def compare(arm: str, reading: Reading, native: Reading, passage: Passage) -> ArmScore:

@@ -1,0 +1,1 @@
+"""A model for EleutherAI's lm-evaluation-harness. Needs the extra `eval`."""
