@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -43,7 +43,7 @@ def smollm2_4bit(rows: list[dict]) -> tuple[PreTrainedModel, PreTrainedTokenizer
 def smollm2_finetuned(rows: list[dict]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2 after some minutes on word problems: what a new version of a model is to the old one."""
     texts = [row["text"] for row in rows if row["source"] == "gsm8k"]
-    return _made("finetuned", functools.partial(train_lora, texts=texts, steps=STEPS["finetuned"]))
+    return _made("finetuned", functools.partial(merged_lora, texts=texts, steps=STEPS["finetuned"]))
 
 
 def smollm2_pruned(rows: list[dict]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -52,7 +52,7 @@ def smollm2_pruned(rows: list[dict]) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
     def make(model, tokenizer):
         drop_layers(model, least_needed_layers(model, tokenizer, texts[:8], PRUNED_LAYERS))
-        return train_lora(model, tokenizer, texts, STEPS["pruned"])
+        return merged_lora(model, tokenizer, texts, STEPS["pruned"])
 
     return _made("pruned", make)
 
@@ -72,15 +72,28 @@ def _made(
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def train_lora(
+def merged_lora(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], steps: int
 ) -> PreTrainedModel:
-    """Train a LoRA on blocks of text, in a fixed order, and merge it into the weights."""
+    """A model into whose weights a LoRA was merged."""
+    return train_lora(model, tokenizer, texts, steps).merge_and_unload()
+
+
+def train_lora(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    steps: int,
+    target_modules: str | list[str] = "all-linear",
+    layers: list[int] | None = None,
+) -> PeftModel:
+    """Train a LoRA on blocks of text, in a fixed order: of some modules, of some layers."""
     torch.manual_seed(0)
     texts = random.Random(0).sample(texts, len(texts))
     ids = [i for text in texts for i in (*tokenizer(text).input_ids, tokenizer.eos_token_id)]
     blocks = [ids[start : start + BLOCK] for start in range(0, len(ids) - BLOCK + 1, BLOCK)]
-    adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).train()
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=target_modules, layers_to_transform=layers)
+    adapted = get_peft_model(model, config).train()
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=5e-4)
     schedule = get_cosine_schedule_with_warmup(optimizer, min(10, steps // 2), steps)
@@ -94,7 +107,7 @@ def train_lora(
             optimizer.zero_grad()
             schedule.step()
             progress.set_postfix(loss=f"{loss.item():.3f}")
-    return adapted.merge_and_unload().eval()
+    return adapted.eval()
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ class KVTransferLM(HFLM):
     """
     lm-eval's `hf` model, the target, which continues from what a source has read of each context.
 
-    The answers to a context are scored, or generated, on a [`TranslatedCache`] of it. What the target would read itself
-    in use, it reads itself here: the first tokens, the last one, and the whole context where the probe refuses a
+    The answers to a context are scored, or generated, on a [`TranslatedCache`] of it. What the target reads itself in
+    use, it reads itself here: the first tokens, the last one, and the whole context where the probe refuses a
     translation or there is no more than a token. The results count how often (`kvtransfer` in their `config`).
 
     Args:

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on a translated cache: the same numbers where the mapper is exact, and `hf`'s own where it is native."""
+"""lm-eval's tasks on a translated cache: the same numbers where the mapper is exact, and natively those of `hf`."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,7 +36,7 @@ def evaluate(tasks, monkeypatch, tmp_path):
     """The answers to a task's items, and the results."""
     monkeypatch.chdir(HERE)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # asks pip, for seconds
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # asks pip, for seconds
 
     def run(model, task="local_hellaswag", **options):
         results = lm_eval.simple_evaluate(model, tasks=[task], task_manager=tasks, bootstrap_iters=0, **options)
