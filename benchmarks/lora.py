@@ -5,7 +5,7 @@ One base model and two LoRAs of it: a context that the base has read is continue
 
 On held-out text of the kind that an adapter was trained on, the base and the adapted model read the context
 themselves; and the adapted model takes over the base's keys and values, as they are (exact up to the first layer that
-the adapter reaches) or with a low-rank correction in the other layers. And what it takes to serve one context with both.
+the adapter reaches) or with a low-rank correction in the other layers. And what serving one context with both takes.
 
 The first time the two are trained, some minutes each, and saved beside the demo models.
 """
