@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import loading, output
+from . import loading, output, report_page
 
 
 WORK_FILE = "fidelity.partial.jsonl"
@@ -33,6 +33,7 @@ def evaluate(
             help="Where to write fidelity.json, if not with the mapper.",
         ),
     ] = None,
+    page: report_page.ReportFile = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Discard what an interrupted run has measured, and begin anew.")
     ] = False,
@@ -74,12 +75,13 @@ def evaluate(
     hf-kvtransfer evaluate my-mapper --source org/source --target org/target \\
         --data held_out.jsonl --data code=our_code.jsonl --data dialogues.jsonl
     hf-kvtransfer evaluate me/source-to-target --source org/source --target org/target \\
-        --data held_out.jsonl --output evidence
+        --data held_out.jsonl --output evidence --report evidence.html
     ```
 
     Exit code: 0 if the gate admits the mapper, 1 if it refuses it, 2 after an error.
     """
     files = parse_data(data)
+    report_page.check(page)
     if max_length < context_tokens:
         raise typer.BadParameter(f"must be at least --context-tokens, {context_tokens}.", param_hint="--max-length")
     if folder is None:
@@ -120,7 +122,10 @@ def evaluate(
         raise typer.Exit(130) from None
     file = loaded.evidence.save(folder)
     work_file.unlink(missing_ok=True)
-    verdict = FidelityGate().admit(loaded, *models, **tokenizers)
+    gate = FidelityGate()
+    verdict = gate.admit(loaded, *models, **tokenizers)
+    if page is not None:
+        report_page.write(page, loaded, gate)
     if as_json:
         output.print_json(verdict, loaded.evidence, file=str(file))
     else:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import loading, output
+from . import loading, output, report_page
 
 
 EVIDENCE_ALONE = "Judged on the evidence alone. With --source and --target the models are checked, too."
@@ -21,6 +21,7 @@ def gate(
         ),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Show the probe's operating curve, too.")] = False,
+    page: report_page.ReportFile = None,
     source_tokenizer: loading.SourceTokenizer = None,
     target_tokenizer: loading.TargetTokenizer = None,
     dtype: loading.DType = "auto",
@@ -40,7 +41,7 @@ def gate(
     ```
     hf-kvtransfer gate my-mapper
     hf-kvtransfer gate me/source-to-target --revision v2 --probe
-    hf-kvtransfer gate my-mapper --capability code --capability dialogue
+    hf-kvtransfer gate my-mapper --capability code --capability dialogue --report report.html
     hf-kvtransfer gate my-mapper --source org/source --target org/target && ./deploy
     ```
 
@@ -49,6 +50,7 @@ def gate(
     if (source is None) != (target is None):
         given = "--source" if source else "--target"
         raise typer.BadParameter("both models are checked, or none: give the other one, too.", param_hint=given)
+    report_page.check(page)
 
     from ..errors import EvidenceError
     from ..fidelity.gate import FidelityGate
@@ -62,7 +64,10 @@ def gate(
     tokenizers: dict = {}
     if source is not None:
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
-    verdict = FidelityGate(capabilities=tuple(capability) if capability else None).admit(loaded, *models, **tokenizers)
+    judge = FidelityGate(capabilities=tuple(capability) if capability else None)
+    verdict = judge.admit(loaded, *models, **tokenizers)
+    if page is not None and report is not None:
+        report_page.write(page, loaded, judge)
     if as_json:
         output.print_json(verdict, report, models_checked=source is not None)
     else:

@@ -54,6 +54,12 @@ def figures(results: Sequence[PassageResult], intervals: bool = True) -> dict[st
     return _Scores(results, intervals).figures()
 
 
+def layer_cosines(results: Sequence[PassageResult], arm: str) -> np.ndarray:
+    """Mean over all positions of the attention cosine of an arm, `[layers]`; empty for the native arm."""
+    positions = np.array([row.arms[arm].positions for row in results])
+    return positions @ np.array([row.arms[arm].cosine for row in results], dtype=float) / positions.sum()
+
+
 class _Scores:
     """The rows as columns `[rows]` and `[rows, arms]`; the first arm is the native one."""
 
@@ -73,7 +79,7 @@ class _Scores:
         self.chosen = np.array(
             [[-1 if row.arms[arm].chosen is None else row.arms[arm].chosen for arm in self.arms] for row in results]
         )
-        self.cosine = {arm: np.array([row.arms[arm].cosine for row in results], dtype=float) for arm in self.arms}
+        self.layer_cosines = {arm: layer_cosines(results, arm) for arm in self.arms}
 
     def figures(self) -> dict[str, Any]:
         everything = np.ones(len(self.positions), dtype=bool)
@@ -130,7 +136,7 @@ class _Scores:
         kl = self.kl.sum(0) / self.positions.sum()
         figures = {}
         for i, (arm, score) in enumerate(self._arms(rows).items()):
-            layers = self.positions @ self.cosine[arm] / self.positions.sum()
+            layers = self.layer_cosines[arm]
             cosine = worst = None
             if len(layers):
                 cosine = float(layers.mean())

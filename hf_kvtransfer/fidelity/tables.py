@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .report import FidelityReport
 
 
-_ARM_NAMES = {
+ARM_NAMES = {
     "native": "its own prefill",
     "translated": "the translated cache",
     "other_document": "a translated cache of another document",
@@ -45,12 +45,15 @@ class Table:
             Cells, as many in each row as the header has.
         note (`str`, *optional*, defaults to `""`):
             What a reader must know to read it.
+        topic (`str`, *optional*, defaults to `""`):
+            Which of a report's tables it is, for those who put a picture beside it.
     """
 
     title: str
     header: list[str]
     rows: list[list[str]]
     note: str = ""
+    topic: str = ""
 
     def to_markdown(self) -> str:
         """A pipe table with aligned columns, under its title."""
@@ -90,7 +93,7 @@ def tables(report: FidelityReport) -> list[Table]:
 def _arms_table(figures: dict[str, Any], native_layers: int | None) -> Table:
     rows = [
         [
-            _ARM_NAMES[name],
+            ARM_NAMES[name],
             _decimal(arm["loss"]),
             _decimal(arm["agreement"]),
             _decimal(arm["kl"]),
@@ -120,7 +123,7 @@ def _arms_table(figures: dict[str, Any], native_layers: int | None) -> Table:
     header = ["the target continues on", "loss", "next token as native", "KL from native"]
     header += ["attention cosine", "worst layer", "gap recovered"]
     title = f"Arms, {figures['positions']:,} positions of {figures['documents']:,} documents"
-    return Table(title, header, rows, note)
+    return Table(title, header, rows, note, "arms")
 
 
 def _capabilities_table(capabilities: dict[str, Any]) -> Table:
@@ -128,7 +131,8 @@ def _capabilities_table(capabilities: dict[str, Any]) -> Table:
         [name, f"{group['documents']:,}", f"{group['positions']:,}", *_group_cells(group["arms"])]
         for name, group in capabilities.items()
     ]
-    return Table("Capability by capability", ["capability", "documents", "positions", *_GROUP_HEADER], rows)
+    header = ["capability", "documents", "positions", *_GROUP_HEADER]
+    return Table("Capability by capability", header, rows, topic="capabilities")
 
 
 def _turns_table(figures: dict[str, Any]) -> Table:
@@ -139,7 +143,7 @@ def _turns_table(figures: dict[str, Any]) -> Table:
     late = figures["late_turns"]
     rows.append(["late turns", _ABSENT, _ABSENT, *_group_cells(late["arms"])])
     header = ["turn", "dialogues", "positions", *_GROUP_HEADER]
-    return Table("Turn by turn", header, rows, f"Late turns: all turns, {late['weights']}.")
+    return Table("Turn by turn", header, rows, f"Late turns: all turns, {late['weights']}.", "turns")
 
 
 def _choices_table(choices: dict[str, Any]) -> Table:
@@ -159,7 +163,7 @@ def _choices_table(choices: dict[str, Any]) -> Table:
         "Accuracies. Retention: (translated - chance) / (native - chance) [95 % interval], left out where native is "
         f"not clearly above chance and on fewer than {MIN_DOCUMENTS} items."
     )
-    return Table("Multiple choice", header, rows, note)
+    return Table("Multiple choice", header, rows, note, "choices")
 
 
 def _probe_table(probe: dict[str, Any]) -> Table:
@@ -182,7 +186,7 @@ def _probe_table(probe: dict[str, Any]) -> Table:
         f"{probe['tokens']} tokens at {_percent(probe['false_alarm_rate'])} false alarms, calibrated on "
         f"{probe['documents']:,} documents."
     )
-    return Table("Probe", header, rows, note)
+    return Table("Probe", header, rows, note, "probe")
 
 
 def _group_cells(arms: dict[str, dict]) -> list[str]:

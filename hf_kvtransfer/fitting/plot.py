@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..mapper import KVMapperConfig
+from ..plotting import new_figure
 
 
 # Inches for a source layer across and a target layer down, so that a deep pair can still be read.
@@ -27,12 +28,6 @@ def plot_selection(config: KVMapperConfig) -> Any:
         `ValueError`: the mapper was not made by [`fit_mapper`] of this version, and does not say what its layers are
             worth.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "Plots are drawn with matplotlib: `pip install matplotlib`, or hf-kvtransfer[fit]."
-        ) from error
     source, _ = config.validate_layout()
     reports = (config.fit or {}).get("layers")
     if not reports or any(report is not None and "bytes" not in report for report in reports):
@@ -40,7 +35,7 @@ def plot_selection(config: KVMapperConfig) -> Any:
             "The mapper's config does not say what its layers explain and take: fit it with `fit_mapper`."
         )
     rows, columns = len(config.layers), len(source.layers)
-    figure = Figure(figsize=(_CELL * columns + 6, _CELL * rows + 1.5), layout="constrained")
+    figure = new_figure(_CELL * columns + 6, _CELL * rows + 1.5)
     cells, errors, sizes = figure.subplots(1, 3, sharey=True, width_ratios=[_CELL * columns + 1, 2, 1.5])
     layers = range(rows)
     read = [[0.0] * columns for _ in layers]
