@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 MATRIX ?= 5.18_2.9 5.22_2.9 newest_newest
 MATRIX_TESTS ?= tests
 
-.PHONY: demo test test-matrix generation-table quality style clean
+.PHONY: demo test test-matrix generation-table docs quality style clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/quickstart.py
@@ -34,6 +34,10 @@ release = '$(1)$(if $(filter-out newest,$(2)),==$(2).*)'
 
 generation-table: $(VENV)/installed
 	$(RUN) -m pytest -q tests/generation --deselect tests/generation/test_table.py --write-table docs/generation.md
+
+docs: $(VENV)/installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 quality: $(VENV)/installed
 	$(VENV)/bin/ruff check .
