@@ -26,7 +26,7 @@ matrix-%: .venv-matrix/%/installed
 .PRECIOUS: .venv-matrix/%/installed
 .venv-matrix/%/installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --upgrade --editable '.[demo,dev]' \
+	$(@D)/bin/python -m pip install --quiet --upgrade --editable '.[gguf,dev]' \
 		$(call release,transformers,$(word 1,$(subst _, ,$*))) $(call release,torch,$(word 2,$(subst _, ,$*)))
 	touch $@
 

@@ -53,7 +53,7 @@ def _items(body: str) -> str:
     """Each argument, with its type, as an item; what is indented below it is said of it."""
     items = re.sub(r"(?<=,)\n(?=\w)", " ", body)  # several arguments that share a description
     items = re.sub(r"^(?=\w)", "- ", items, flags=re.MULTILINE)
-    return re.sub(r"(?:(?<=- )|(?<=, ))(\w+)(?= \(`)", r"**\1**", items)
+    return re.sub(r"(?:(?<=- )|(?<=, ))(\w+)(?= \(\[?`)", r"**\1**", items)
 
 
 def _link(match: re.Match) -> str:

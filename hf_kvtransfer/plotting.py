@@ -71,3 +71,8 @@ def inline_svg(draw: Callable[[], Any], name: str, description: str) -> str:
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def printable(text: str) -> str:
+    """Text without what neither a page nor a figure can hold, such as NUL or half of a surrogate pair."""
+    return "".join(character if character.isprintable() or character == "\n" else "�" for character in text)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from ..fitting.plot import plot_selection
 from ..layer_table import layer_table
 from ..mapper import KVMapper
-from ..plotting import inline_svg
+from ..plotting import inline_svg, printable
 from . import plots
 from .gate import FidelityGate
 from .report import FidelityReport
@@ -86,7 +86,7 @@ def report_html(report: FidelityReport, mapper: KVMapper | None = None, gate: Fi
     """
     gate = FidelityGate() if gate is None else gate
     environment = jinja2.Environment(
-        autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         report=report,
@@ -155,8 +155,6 @@ def _share(share: dict[str, float] | None, name: str) -> tuple[str, str, str]:
     return f"{share['value']:.2f}", name, f"{share['low']:.2f} to {share['high']:.2f} with 95 % confidence"
 
 
-def _printable(value: Any) -> Any:
-    """Text without characters that a page cannot hold, such as NUL or half of a surrogate pair."""
-    if isinstance(value, Markup) or not isinstance(value, str):
-        return value
-    return "".join(character if character.isprintable() or character == "\n" else "�" for character in value)
+def _shown(value: Any) -> Any:
+    """What stands in the page for a value of the template."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

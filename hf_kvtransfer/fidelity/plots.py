@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..plotting import new_figure
+from ..plotting import new_figure, printable
 from .report import FidelityReport
 from .statistics import layer_cosines
 from .tables import ARM_NAMES
@@ -156,5 +156,5 @@ def _legend_once(axes: Any) -> None:
 
 def _short(name: str) -> str:
     """A name for an axis: printable, in one line, and not too long."""
-    name = "".join(character if character.isprintable() else " " for character in name)
+    name = printable(" ".join(name.split()))
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..mapper import KVMapperConfig
-from ..plotting import new_figure
+from ..plotting import new_figure, printable
 
 
 # Inches for a source layer across and a target layer down, so that a deep pair can still be read.
@@ -56,5 +56,5 @@ def plot_selection(config: KVMapperConfig) -> Any:
     megabytes = [0.0 if report is None else report["bytes"] / 1e6 for report in reports]
     sizes.barh(list(layers), megabytes, color="grey")
     sizes.set(xlabel=f"MB, {sum(megabytes):.1f} in all")
-    figure.suptitle(f"{config.source['name']} to {config.target['name']}", fontsize=9)
+    figure.suptitle(printable(f"{config.source['name']} to {config.target['name']}"), fontsize=9)
     return figure

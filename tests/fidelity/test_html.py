@@ -161,6 +161,7 @@ def test_a_mapper_shows_what_it_reads(is_fitted):
     """Its picture needs what a fit writes down."""
     mapper = identity_mapper(tiny_model("llama"))
     if is_fitted:
+        mapper.config.source = mapper.config.source | {"name": "<b>$\x00\ud800"}
         mapper.config.fit = {"layers": [{"explained_variance": [0.9, 0.8], "bytes": 1_000_000}] * 4}
     mapper.evidence = report = make_report([passage(native=2.0, translated=2.1)], probe=None)
     source = report_html(report, mapper)
@@ -168,6 +169,7 @@ def test_a_mapper_shows_what_it_reads(is_fitted):
     assert f"The mapper takes {mapper.num_bytes() / 1e6:.1f} MB" in page.text
     assert all(" ".join(" ".join(row).split()) in page.text for row in layer_table(mapper).rows)
     assert len(pictures(source)) == 3 + is_fitted
+    assert not is_fitted or "<b>$�� to tiny" in "".join(pictures(source)[-1].itertext())
     assert "its evidence is about another mapper" in page.text
 
 
