@@ -17,6 +17,7 @@ from .errors import (
     RefusedError,
     SourceCacheError,
     TokenizerMismatchError,
+    UnknownModelError,
     UnsupportedModelError,
 )
 
@@ -71,6 +72,7 @@ __all__ = [
     "TransferPolicy",
     "TransferReport",
     "TranslatedCache",
+    "UnknownModelError",
     "UnsupportedModelError",
     "Verdict",
     "adapter_mapper",

@@ -55,3 +55,7 @@ class RefusedError(KVTransferError):
 
 class HubError(KVTransferError):
     """The Hugging Face Hub cannot be reached, or does not do what it is asked for."""
+
+
+class UnknownModelError(KVTransferError):
+    """A name that no model has where it is used."""

@@ -4,6 +4,7 @@ import torch
 
 from hf_kvtransfer import FidelityReport, KVMapper
 from hf_kvtransfer.fidelity.tables import tables
+from hf_kvtransfer.home import HOME_VARIABLE
 
 from .documents import CONTEXT, ROOT, blocks
 
@@ -37,7 +38,8 @@ def test_the_three_lines_without_evidence(in_hub_folders, recwarn):
     assert torch.equal(got["output"], expected["output"])
 
 
-def test_python(in_hub_folders, monkeypatch, recwarn, no_evidence_needed):
+def test_python(in_hub_folders, monkeypatch, recwarn, no_evidence_needed, tmp_path):
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     pushed = []
     monkeypatch.setattr(KVMapper, "push_to_hub", lambda self, name: pushed.append(name))
     _, names = run_the_three_lines()

@@ -179,13 +179,13 @@ class _Scores:
             return shares
         sums = np.zeros((len(documents), len(totals)))
         np.add.at(sums, place, above_floor)
-        bounds = _interval(_resampled(sums))
+        bounds = _interval(resampled_totals(sums))
         if bounds is None:
             return absent
         return [share | {"low": low, "high": high} for share, low, high in zip(shares, *bounds.tolist(), strict=True)]
 
 
-def _resampled(sums: np.ndarray) -> np.ndarray:
+def resampled_totals(sums: np.ndarray) -> np.ndarray:
     """Totals `[resamples, columns]` of documents drawn with replacement; `sums` is `[documents, columns]`."""
     documents, columns = sums.shape
     generator = np.random.default_rng(_SEED)
