@@ -1,6 +1,6 @@
 """
 Two agents read each other's reports: SmolLM2-135M-Instruct and Gemma-3-270M report in turn on one story. Gemma takes
-over SmolLM2's cache, translated, and each goes on from its own cache when its turn comes again. Then the same natively.
+over SmolLM2's cache, translated, and each goes on from its own cache when its turn comes again. The same natively.
 
     python examples/agents.py
 """
