@@ -87,10 +87,10 @@ def adapter_mapper(
                 )
     exact = exact_layers(identity, target)
     # One tokenizer, whichever it is: the two are one model.
-    side = {"geometry": identity.geometry.to_dict(), "tokenizer": identity.tokenizer}
+    cached = {"geometry": identity.geometry.to_dict(), "tokenizer": identity.tokenizer}
     layers = [None if layer is None else _copy(i) for i, layer in enumerate(identity.geometry.layers)]
     config = KVMapperConfig(
-        source={"name": _named(identity), **side}, target={"name": _named(found), **side}, layers=layers
+        source={"name": _named(identity), **cached}, target={"name": _named(found), **cached}, layers=layers
     )
     mapper = KVMapper(config)
     if texts is not None and len(exact.layers) < len(config.mapped_layers):

@@ -1,7 +1,7 @@
 """Any task of lm-eval, with the context read by a source and answered by the target."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.api.registry import register_model
@@ -92,10 +92,11 @@ class KVTransferLM(HFLM):
             ).to(self.device)
         if isinstance(source_tokenizer, str):
             source_tokenizer = AutoTokenizer.from_pretrained(source_tokenizer)
-        self.source, self.source_tokenizer = source.eval(), source_tokenizer or self.tokenizer
         if not isinstance(mapper, KVMapper):
-            mapper = KVMapper.from_pretrained(mapper, dtype=self.model.dtype)
-        self.mapper, self.gate, self.probe_tokens = mapper, FidelityGate(strict=gate), probe_tokens
+            mapper = cast(KVMapper, KVMapper.from_pretrained(mapper, dtype=self.model.dtype))
+        self.source = cast(PreTrainedModel, source).eval()
+        self.source_tokenizer, self.mapper = source_tokenizer or self.tokenizer, mapper
+        self.gate, self.probe_tokens = FidelityGate(strict=gate), probe_tokens
         verdict = self.gate.admit(
             self.mapper,
             self.source,
@@ -135,8 +136,8 @@ class KVTransferLM(HFLM):
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Scoring continuations"
         ) as progress:
-            for context, numbers in groups.items():
-                scores = self._score(list(context), [requests[number][2] for number in numbers])
+            for shared, numbers in groups.items():
+                scores = self._score(list(shared), [requests[number][2] for number in numbers])
                 for number, answer in zip(numbers, scores, strict=True):
                     answers[number] = answer
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
