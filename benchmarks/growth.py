@@ -225,7 +225,10 @@ def main(arguments: list[str] | None = None):
     options.output.parent.mkdir(parents=True, exist_ok=True)
     results = {"setting": setting, "exponents": grown, "measured": found}
     options.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(found, grown, options.output.with_suffix(".svg"))
+    try:
+        draw(found, grown, options.output.with_suffix(".svg"))
+    except ImportError as error:
+        print(f"The figures are written, but not drawn: {error}. `pip install matplotlib`.", file=sys.stderr)
 
 
 if __name__ == "__main__":

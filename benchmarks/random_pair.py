@@ -3,9 +3,11 @@
 import copy
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_kvtransfer import KVGeometry, KVMapper, KVMapperConfig, SourceKV
+from hf_kvtransfer.compat import read_into_cache
+from hf_kvtransfer.geometry import LayerGeometry
 from hf_kvtransfer.identity import ModelIdentity
 
 
@@ -29,6 +31,18 @@ def random_model(
             text_config.layer_types = text_config.layer_types[:num_layers]
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def geometry_on_meta(model: PreTrainedModel) -> KVGeometry:
+    """What a model without storage caches."""
+    cache = DynamicCache(config=model.config)
+    read_into_cache(model, cache, torch.zeros(1, 8, dtype=torch.long))
+    return KVGeometry(
+        tuple(
+            LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window)
+            for layer, window in ((layer, getattr(layer, "sliding_window", None)) for layer in cache.layers)
+        )
+    )
 
 
 def map_specs(source: KVGeometry, target: KVGeometry, num_source_layers: int) -> list[dict | None]:

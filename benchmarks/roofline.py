@@ -19,13 +19,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from hf_kvtransfer import KVGeometry
-from hf_kvtransfer.outline import ModelOutline
 
 from .counting import kv_bytes, map_weights, prefill_flops, translation_bytes, weight_bytes
-from .random_pair import map_specs, random_mapper, random_model, random_source_kv
+from .random_pair import geometry_on_meta, map_specs, random_mapper, random_model, random_source_kv
 from .timing import machine_rates, time_handoff, time_prefill
 
 
@@ -107,39 +106,51 @@ class Work:
         return {"prefill": prefill, "translation": translation, "handoff": handoff, "ratio": prefill / handoff}
 
 
-def count_work(
-    source: PreTrainedConfig,
-    target: PreTrainedConfig,
-    length: int,
-    num_source_layers: int,
-    num_layers: int | None = None,
-) -> Work:
+@dataclasses.dataclass(frozen=True)
+class Shapes:
     """
     Args:
-        source (`PreTrainedConfig`), target (`PreTrainedConfig`):
+        target ([`~transformers.PreTrainedModel`]):
+            The target, without storage.
+        source_geometry (`KVGeometry`), target_geometry (`KVGeometry`):
+            What the two cache.
+    """
+
+    target: PreTrainedModel
+    source_geometry: KVGeometry
+    target_geometry: KVGeometry
+
+    @classmethod
+    def of(cls, source: PreTrainedConfig, target: PreTrainedConfig, num_layers: int | None = None) -> "Shapes":
+        """Of two configs, with only some of the target's layers if so asked."""
+        models = random_model(source, torch.bfloat16, "meta"), random_model(target, torch.bfloat16, "meta", num_layers)
+        return cls(models[1], *map(geometry_on_meta, models))
+
+
+def count_work(shapes: Shapes, length: int, num_source_layers: int) -> Work:
+    """
+    Args:
+        shapes ([`Shapes`]):
             The pair.
         length (`int`):
             Tokens of the context.
         num_source_layers (`int`):
             Source layers that each map reads, beside the target's hidden states.
-        num_layers (`int`, *optional*):
-            Of the target, by default all.
     """
-    model = random_model(target, torch.bfloat16, "meta", num_layers)
-    source_geometry, geometry = (ModelOutline.from_config(config).geometry for config in (source, model.config))
-    hidden_size = target.get_text_config().hidden_size
-    maps = source_geometry, geometry, map_specs(source_geometry, geometry, num_source_layers), hidden_size
+    source, target = shapes.source_geometry, shapes.target_geometry
+    hidden_size = shapes.target.config.get_text_config().hidden_size
+    maps = source, target, map_specs(source, target, num_source_layers), hidden_size
     products = map_weights(*maps)
-    step, cache = weight_bytes(model, ELEMENT_SIZE), kv_bytes(geometry, length, ELEMENT_SIZE)
+    step, cache = weight_bytes(shapes.target, ELEMENT_SIZE), kv_bytes(target, length, ELEMENT_SIZE)
     return Work(
         length=length,
-        prefill_flops=prefill_flops(model, geometry, length),
+        prefill_flops=prefill_flops(shapes.target, target, length),
         prefill_bytes=step + cache,
         translation_flops=2 * products * length,
         translation_bytes=translation_bytes(*maps, length, ELEMENT_SIZE),
         step_bytes=step,
         mapper_bytes=ELEMENT_SIZE * products,
-        source_bytes=kv_bytes(source_geometry, length, ELEMENT_SIZE),
+        source_bytes=kv_bytes(source, length, ELEMENT_SIZE),
         target_bytes=cache,
     )
 
@@ -189,7 +200,8 @@ def measure(
     """
     total = target.get_text_config().num_hidden_layers
     model = random_model(target, dtype, device, num_layers)
-    geometries = ModelOutline.from_config(source).geometry, KVGeometry.from_model(model)
+    shapes = Shapes.of(source, target, num_layers)
+    geometries = shapes.source_geometry, KVGeometry.from_model(model)
     mapper = random_mapper(*geometries, target.get_text_config().hidden_size, num_source_layers, dtype, device)
     rates = machine_rates(dtype, device, size=8192 if device.type != "cpu" else 1024)
     scale = total / len(geometries[1].layers)
@@ -204,7 +216,7 @@ def measure(
             for name, value in zip(times, measured, strict=True):
                 times[name] += [value] if run else []  # the first one warms up
         medians = {name: statistics.median(values) for name, values in times.items()}
-        bound = count_work(source, target, length, num_source_layers, num_layers).seconds(*rates)
+        bound = count_work(shapes, length, num_source_layers).seconds(*rates)
         results["lengths"][length] = {
             "seconds": medians,
             "scaled": {name: value * scale for name, value in medians.items()},
@@ -243,9 +255,10 @@ def main(arguments: list[str] | None = None):
                 *configs, options.lengths, number, options.layers, dtype, device, options.runs
             )
     else:
+        pairs = {name: Shapes.of(*configs) for name, configs in PAIRS.items()}
         works = {
-            (name, number): [count_work(*configs, length, number) for length in options.lengths]
-            for name, configs in PAIRS.items()
+            (name, number): [count_work(shapes, length, number) for length in options.lengths]
+            for name, shapes in pairs.items()
             for number in options.num_source_layers
         }
         print(table(works))

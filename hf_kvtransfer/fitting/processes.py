@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, reduce
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env, reduce
 from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
@@ -28,9 +28,13 @@ class Processes:
     """
 
     def __init__(self, *models: PreTrainedModel):
-        # Without a launch nothing is initialised: accelerate would settle on a device for the whole program.
         launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._state = PartialState() if launched or int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
+        self._state = None
+        # Without a launch nothing is initialised: accelerate would settle on a device for the whole program.
+        if launched or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            # Of itself it looks for accelerators only, and takes a launch on CPUs for a single process.
+            on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+            self._state = PartialState(cpu=on_cpu)
         self.count = 1 if self._state is None else self._state.num_processes
         self.index = 0 if self._state is None else self._state.process_index
         for model in models:

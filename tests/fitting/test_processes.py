@@ -1,5 +1,6 @@
 """A fit that is shared by two processes, as `accelerate launch` starts them."""
 
+import json
 import os
 
 import pytest
@@ -44,7 +45,7 @@ def _in_process(function, args):
     # Forked from a process that may have used threads, and accelerate for itself.
     torch.set_num_threads(1)
     PartialState._reset_state()
-    function(int(os.environ["RANK"]), *args)
+    function(torch.distributed.get_rank(), *args)
 
 
 def fit_and_save(rank, pair, texts, folder, options):
@@ -55,23 +56,28 @@ def fit_and_save(rank, pair, texts, folder, options):
         return read(self, batch)
 
     PairedStates.read = counted
-    fit_mapper(*pair, texts, **options).save_pretrained(folder / str(rank))
-    (folder / str(rank) / "reads").write_text(str(len(reads)))
+    mapper = fit_mapper(*pair, texts, **options)
+    (folder / f"{rank}.json").write_text(json.dumps([len(reads), mapper.digest(), mapper.config.to_dict()]))
+    if rank == 0:
+        mapper.save_pretrained(folder)
 
 
 def check_same(mapper, folder, num_reads):
-    both = [KVMapper.from_pretrained(folder / str(rank)) for rank in range(2)]
-    assert both[0].digest() == both[1].digest()
-    assert both[0].config.fit == both[1].config.fit
-    assert sum(int((folder / str(rank) / "reads").read_text()) for rank in range(2)) == num_reads
-    assert both[0].config.layers == mapper.config.layers
-    fit, expected = both[0].config.fit, mapper.config.fit
+    reads, digests, configs = zip(
+        *(json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)), strict=True
+    )
+    assert sum(reads) == num_reads
+    assert digests[0] == digests[1]
+    assert configs[0] == configs[1]
+    found = KVMapper.from_pretrained(folder)
+    assert found.config.layers == mapper.config.layers
+    fit, expected = found.config.fit, mapper.config.fit
     for name in ("num_texts", "train_tokens", "held_out_tokens"):
         assert fit[name] == expected[name]
     for i, layer in enumerate(expected["layers"]):
         assert fit["layers"][i]["explained_variance"] == pytest.approx(layer["explained_variance"], abs=1e-6)
         assert fit["layers"][i].get("ridge_strengths") == layer.get("ridge_strengths")
-    for own, other in zip(both[0].parameters(), mapper.parameters(), strict=True):
+    for own, other in zip(found.parameters(), mapper.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
