@@ -10,6 +10,12 @@ from .native_states import NativeStates, read_first_layers
 from .offloading import unchanged_offloading
 
 
+# Of all tokens, above which it does not pay to look up what the distinct ones give.
+_MAX_DISTINCT = 0.75
+# Tokens of a row that are compared at a time.
+_BLOCK = 256
+
+
 class TargetTokens:
     """
     A context's tokens as the target's embeddings or its first layers see them.
@@ -31,6 +37,7 @@ class TargetTokens:
         self.target = target
         self.input_ids, self.attention_mask, self.position_ids = input_ids, attention_mask, position_ids
         self._native: dict[int, NativeStates] = {}
+        self._follows: dict[int, bool] = {}
         self._embeddings: torch.Tensor | None = None
         self._reading = threading.Lock()  # copies of a cache, in threads of their own, share what is read
 
@@ -44,17 +51,50 @@ class TargetTokens:
         return self._native[num_layers]
 
     @torch.no_grad()
-    def embeddings(self, start: int, stop: int) -> torch.Tensor:
-        """Embeddings of a range of tokens, `[batch, stop - start, hidden_size]`."""
-        module = self.target.get_input_embeddings()
-        device = input_device(self.target)
-        if not any(weight.is_meta for weight in module.parameters()):
-            return module(self.input_ids[:, start:stop].to(device))
-        # Offloaded: each call would load all of the vocabulary, so the embeddings of all tokens are held instead.
+    def features(self, start: int, stop: int, num_layers: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        What layer maps read of a range of tokens: hidden states behind the first layers, or else embeddings.
+
+        Text repeats its words. Tokens of one id have one embedding, and mostly one state before the first attention:
+        it is given once, so that what a map makes of it is computed once.
+
+        Args:
+            start (`int`), stop (`int`):
+                Range of the context's tokens.
+            num_layers (`int`, *optional*):
+                As in [`TargetTokens.native_states`]; `None` for embeddings.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor | None]`: The distinct states, `[rows, hidden_size]`, and the row of
+            each token, `[batch, stop - start]`; or those of all tokens, `[batch, stop - start, hidden_size]`, and
+            `None`.
+        """
+        ids = self.input_ids[:, start:stop]
+        distinct, index = ids.unique(return_inverse=True)
+        repeats = len(distinct) <= _MAX_DISTINCT * ids.numel()
+        if num_layers is not None:
+            states = self.native_states(num_layers).hidden_states
+            if not repeats or not self._follow_ids(states, num_layers):
+                return states[:, start:stop], None
+            row, column = _first_places(index, len(distinct))
+            return states[row.to(states.device), column.to(states.device) + start], index
+        if self._is_offloaded:
+            return self._held_embeddings()[:, start:stop], None
+        return (self._embed(distinct), index) if repeats else (self._embed(ids), None)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.target.get_input_embeddings()(input_ids.to(input_device(self.target)))
+
+    @property
+    def _is_offloaded(self) -> bool:
+        return any(weight.is_meta for weight in self.target.get_input_embeddings().parameters())
+
+    def _held_embeddings(self) -> torch.Tensor:
+        """Those of all tokens: each call would load all of the vocabulary."""
         with self._reading:
             if self._embeddings is None:
-                self._embeddings = module(self.input_ids.to(device))
-        return self._embeddings[:, start:stop]
+                self._embeddings = self._embed(self.input_ids)
+        return self._embeddings
 
     def prefill(self, length: int) -> DynamicCache:
         """What the target caches when it reads the first tokens, every one of them also in sliding windows."""
@@ -70,3 +110,21 @@ class TargetTokens:
                 position_ids=self.position_ids[:, :length],
             )
         return cache
+
+    def _follow_ids(self, states: torch.Tensor, num_layers: int) -> bool:
+        """Whether all tokens of one id have one and the same state: not behind an attention, or with positions."""
+        if num_layers not in self._follows:
+            distinct, index = self.input_ids.unique(return_inverse=True)
+            row, column = (place.to(states.device) for place in _first_places(index, len(distinct)))
+            self._follows[num_layers] = all(
+                torch.equal(part, states[row[some], column[some]])
+                for part, some in zip(states.split(_BLOCK, 1), index.to(states.device).split(_BLOCK, 1), strict=True)
+            )
+        return self._follows[num_layers]
+
+
+def _first_places(index: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column at which each number below `count` first stands in `index` `[batch, tokens]`."""
+    places = torch.arange(index.numel())
+    first = places.new_full((count,), index.numel()).scatter_reduce_(0, index.flatten(), places, "amin")
+    return first // index.shape[1], first % index.shape[1]

@@ -246,7 +246,7 @@ class Translation:
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
         # Once, and not for each block: weights that are stored otherwise are made what the features are.
         layer_map = in_dtype(self.mapper.layer_on(layer_idx, device), dtype)
-        block = self._block(layer_map, layer, stop - mapped, device, dtype)
+        block = self._block(layer_map, layer, device, dtype)
         for begin in range(mapped, stop, block):
             end = min(begin + block, stop)
             key_states, value_states = layer.split_heads(self._map(layer_map, begin, end, device, dtype))
@@ -304,16 +304,22 @@ class Translation:
             alignments.append(alignment)
         return rows, alignments
 
-    def _block(
-        self, layer_map: Any, layer: LayerGeometry, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> int:
+    def _block(self, layer_map: Any, layer: LayerGeometry, device: torch.device, dtype: torch.dtype) -> int:
         """Tokens to map at a time, so that what a map reads and makes of them is no larger than a layer."""
-        out_features = sum(layer.widths)
         features = [self.source_kv.features[i] for i in layer_map.source_layers]
         # Of another device or dtype they are copied first; else maps read them where they are.
         width = sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
-        width += self.mapper.config.token_features + 2 * out_features
-        return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, tokens * out_features // width)))
+        width += self.mapper.config.token_features + 2 * sum(layer.widths)
+        return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, self._largest_layer() // width)))
+
+    def _largest_layer(self) -> int:
+        """Scalars that the cache's largest layer holds of one row."""
+        sizes = (
+            sum(layer.widths) * min(self.length, (layer.sliding_window or self.length + 1) - 1)
+            for layer in self.geometry.layers
+            if layer is not None
+        )
+        return max(sizes)
 
     @torch.no_grad()
     def _map(self, layer_map: Any, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -323,17 +329,15 @@ class Translation:
             first, last = int(index.min()), int(index.max()) + 1
             index = (index - first).to(device)
         features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
-        token_features = None
+        token_features = token_index = None
         if self.mapper.config.token_features:
-            token_features = self._token_features(start, stop).to(device, dtype)
-        return layer_map(features, token_features, index)
-
-    def _token_features(self, start: int, stop: int) -> torch.Tensor:
-        """What the target itself knows of each token: what its native layers make of it, or else its embedding."""
-        native_layers = self.mapper.config.native_layers
-        if native_layers is not None:
-            return self._native_states(native_layers).hidden_states[:, start:stop]
-        return self._target_tokens.embeddings(start, stop)
+            native_layers = self.mapper.config.native_layers
+            if native_layers is not None:
+                self._native_states(native_layers)
+            token_features, token_index = self._target_tokens.features(start, stop, native_layers)
+            token_features = token_features.to(device, dtype)
+            token_index = None if token_index is None else token_index.to(device)
+        return layer_map(features, token_features, index, token_index)
 
     def _native_states(self, num_layers: int) -> NativeStates:
         """What the target's first layers make of the context."""

@@ -40,6 +40,7 @@ class LayerMap(nn.Module):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Args:
@@ -47,10 +48,12 @@ class LayerMap(nn.Module):
                 For each selected layer its keys and values, `[batch, source_tokens, features]`.
             token_features (`torch.Tensor`, *optional*):
                 The target's embeddings of its tokens, or its hidden states behind its native layers,
-                `[batch, target_tokens, hidden_size]`.
+                `[batch, target_tokens, hidden_size]`. With `token_index` the distinct ones, `[rows, hidden_size]`.
             source_index (`torch.Tensor`, *optional*):
                 `[batch, target_tokens]`, the source token that speaks for each target token. `None` if they are the
                 same tokens.
+            token_index (`torch.Tensor`, *optional*):
+                `[batch, target_tokens]`, the row of `token_features` of each target token.
 
         Returns:
             `torch.Tensor`: Keys then values of all heads, position-free, `[batch, target_tokens, out_features]`.

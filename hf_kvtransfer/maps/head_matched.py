@@ -81,11 +81,12 @@ class HeadMatchedMap(LayerMap):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
         dtype = source_features[0].dtype
         weight, bias = dense(self.weight, dtype), self.bias.to(dtype)
-        output = affine(weight, bias, self._matched(source_features), token_features, source_index)
+        output = affine(weight, bias, self._matched(source_features), token_features, source_index, token_index)
         by_token = output.permute(1, 2, 0, 3)
         parts = by_token.split((self.target.key_head_dim, self.target.value_head_dim), -1)
         return torch.cat([part.flatten(2) for part in parts], -1)

@@ -63,6 +63,7 @@ class IdentityMap(LayerMap):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]; `token_features` are not used. Without a correction nothing is copied."""
         (states,) = source_features

@@ -10,6 +10,10 @@ from .base import LayerMap
 from .storage import dense
 
 
+# Tokens whose products are gathered and added at a time: all of them would be as large as the output.
+_BLOCK = 256
+
+
 class LinearMap(LayerMap):
     """
     All heads of one target layer from all heads of a few source layers in one matrix product.
@@ -43,11 +47,12 @@ class LinearMap(LayerMap):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
         dtype = source_features[0].dtype
         weight, bias = dense(self.weight, dtype), self.bias.to(dtype)
-        return affine(weight, bias, source_features, token_features, source_index)
+        return affine(weight, bias, source_features, token_features, source_index, token_index)
 
     @torch.no_grad()
     def compose(self, matrix: torch.Tensor, offset: torch.Tensor) -> None:
@@ -67,11 +72,12 @@ def affine(
     source_features: Iterable[torch.Tensor],
     token_features: torch.Tensor | None,
     source_index: torch.Tensor | None,
+    token_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     `weight @ features + bias` at every token, for one map or for one map for each head.
 
-    A sum of products, block by block, needs no copy of the concatenated features; and gathering the sum moves
+    A sum of products, block by block, needs no copy of the concatenated features; and gathering the sums moves
     `out_features` numbers a token where gathering the features first would move all of them.
 
     Args:
@@ -83,32 +89,62 @@ def affine(
             Blocks of features, in the order of the weight's columns, `[batch, source_tokens, features]` or
             `[heads, batch, source_tokens, features]`.
         token_features (`torch.Tensor`, *optional*):
-            `[batch, target_tokens, hidden_size]`, for the weight's last columns.
-        source_index (`torch.Tensor`, *optional*):
-            `[batch, target_tokens]`, the source token that speaks for each target token.
+            For the weight's last columns, see [`LayerMap.forward`].
+        source_index (`torch.Tensor`, *optional*), token_index (`torch.Tensor`, *optional*):
+            See [`LayerMap.forward`].
 
     Returns:
         `torch.Tensor`: `[batch, target_tokens, out_features]` or `[heads, batch, target_tokens, out_features]`.
     """
-    add_product, add_product_ = (
-        (torch.addmm, torch.Tensor.addmm_) if weight.dim() == 2 else (torch.baddbmm, torch.Tensor.baddbmm_)
-    )
     output, column = None, 0
     for states in source_features:
-        *heads, batch, tokens, width = states.shape
-        rows, block = states.reshape(*heads, batch * tokens, width), weight[..., column : column + width].mT
-        output = add_product(bias.unsqueeze(-2), rows, block) if output is None else add_product_(output, rows, block)
+        width = states.shape[-1]
+        output = _add_product(bias if output is None else output, states, weight[..., column : column + width].mT)
         column += width
-    output = output.unflatten(-2, (batch, tokens))
     if source_index is not None:
         output = at_tokens(output, source_index)
     if token_features is not None:
-        rows = token_features.to(output.dtype).reshape(-1, token_features.shape[-1])
-        flat = output.view(*heads, len(rows), output.shape[-1])
-        add_product_(flat, rows.expand(*heads, *rows.shape), weight[..., column:].mT)
+        block, token_features = weight[..., column:].mT, token_features.to(output.dtype)
+        if token_index is None:
+            output = _add_product(output, token_features.expand(*output.shape[:-1], -1), block)
+        else:
+            products = token_features @ block
+            flat = output.view(*output.shape[:-3], token_index.numel(), -1)
+            for part, rows in zip(flat.split(_BLOCK, -2), token_index.flatten().split(_BLOCK), strict=True):
+                part += products.index_select(-2, rows)
     return output
+
+
+def _add_product(start: torch.Tensor, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """
+    `start + states @ block`, in place if `start` is an earlier result.
+
+    Args:
+        start (`torch.Tensor`):
+            `[..., out_features]`, a bias or a result.
+        states (`torch.Tensor`):
+            `[batch, tokens, features]` or `[heads, batch, tokens, features]`.
+        block (`torch.Tensor`):
+            `[features, out_features]` or `[heads, features, out_features]`.
+    """
+    *heads, batch, tokens, width = states.shape
+    if not heads and batch > 1 and not states.is_contiguous():
+        # A range of each row's tokens: flat rows would be a copy.
+        block = block.expand(batch, -1, -1)
+        return torch.baddbmm(start, states, block) if start.dim() < 3 else start.baddbmm_(states, block)
+    rows = states.reshape(*heads, batch * tokens, width)
+    if start.dim() == len(heads) + 1:
+        product = torch.baddbmm(start.unsqueeze(-2), rows, block) if heads else torch.addmm(start, rows, block)
+        return product.unflatten(-2, (batch, tokens))
+    flat = start.view(*heads, batch * tokens, -1)
+    flat.baddbmm_(rows, block) if heads else flat.addmm_(rows, block)
+    return start
 
 
 def at_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """States `[..., batch, tokens, features]` of the tokens in each row of `index` `[batch, target_tokens]`."""
-    return states[..., torch.arange(len(index), device=states.device)[:, None], index, :]
+    batch, tokens = states.shape[-3:-1]
+    if batch > 1:
+        index = index + torch.arange(0, batch * tokens, tokens, device=index.device)[:, None]
+    # Row by row, and several times as fast as advanced indexing.
+    return states.flatten(-3, -2).index_select(-2, index.flatten()).unflatten(-2, index.shape)

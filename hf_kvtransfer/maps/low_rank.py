@@ -51,12 +51,13 @@ class LowRankMap(LayerMap):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
         dtype = source_features[0].dtype
         down = dense(self.down, dtype)
         # What is gathered at the target's tokens is the waist.
-        waist = affine(down, down.new_zeros(len(down)), source_features, token_features, source_index)
+        waist = affine(down, down.new_zeros(len(down)), source_features, token_features, source_index, token_index)
         return linear(waist, dense(self.up, dtype), self.bias.to(dtype))
 
     @torch.no_grad()

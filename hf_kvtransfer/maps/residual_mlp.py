@@ -57,16 +57,18 @@ class ResidualMLPMap(LinearMap):
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As [`LayerMap.forward`]."""
-        output = super().forward(source_features, token_features, source_index)
-        return output + self.residual(source_features, token_features, source_index)
+        output = super().forward(source_features, token_features, source_index, token_index)
+        return output + self.residual(source_features, token_features, source_index, token_index)
 
     def residual(
         self,
         source_features: Sequence[torch.Tensor],
         token_features: torch.Tensor | None = None,
         source_index: torch.Tensor | None = None,
+        token_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What the MLP adds, arguments and result as in [`LayerMap.forward`]."""
         dtype = source_features[0].dtype
@@ -81,7 +83,9 @@ class ResidualMLPMap(LinearMap):
         )
         if token_features is not None:
             token_features = (token_features.to(dtype) - token_moments[0]) / token_moments[1]
-        hidden = affine(dense(self.down, dtype), self.down_bias.to(dtype), standardised, token_features, source_index)
+        hidden = affine(
+            dense(self.down, dtype), self.down_bias.to(dtype), standardised, token_features, source_index, token_index
+        )
         return linear(silu(hidden), dense(self.up, dtype))
 
     @torch.no_grad()
