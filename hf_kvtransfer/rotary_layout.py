@@ -43,16 +43,19 @@ def turn(
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = _parts(key_states, layer)
     first, second = first.float(), second.float()
-    # Both parts exist before anything is written: `out` may be `key_states`.
-    turned_first = (first * cos).addcmul_(second, sin, value=-1)
-    turned_second = (second * cos).addcmul_(first, sin)
-
+    out_first, out_second = _parts(out, layer)
     end = layer.offset + layer.rotary_dim
+    if out.dtype == torch.float32 and out.untyped_storage().data_ptr() != key_states.untyped_storage().data_ptr():
+        torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out_second).addcmul_(first, sin)
+    else:
+        # Both parts exist before anything is written: `out` may be `key_states`.
+        turned_first = (first * cos).addcmul_(second, sin, value=-1)
+        turned_second = (second * cos).addcmul_(first, sin)
+        out_first.copy_(turned_first)
+        out_second.copy_(turned_second)
     out[..., : layer.offset].copy_(key_states[..., : layer.offset])
     out[..., end:].copy_(key_states[..., end:])
-    out_first, out_second = _parts(out, layer)
-    out_first.copy_(turned_first)
-    out_second.copy_(turned_second)
     return out
 
 
