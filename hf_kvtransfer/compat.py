@@ -1,12 +1,15 @@
 """How to call a model, whatever the transformers version and whatever wraps it."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+from .few_rows import FEW_ROWS, FewRows
 
 
 def read_into_cache(
@@ -45,10 +48,16 @@ def read_into_cache(
     call[cache_argument(reader)] = cache
     if "logits_to_keep" in parameters:  # also where the base model is the whole model
         call["logits_to_keep"] = max(num_logits, 1)
-    with torch.no_grad():
+    with torch.no_grad(), _products_of(model, input_ids):
         output = reader(input_ids=input_ids.to(device), use_cache=True, **call)
     logits = getattr(output, "logits", None)
     return None if logits is None or not num_logits else logits[:, -num_logits:].float()
+
+
+def _products_of(model: PreTrainedModel, input_ids: torch.Tensor) -> AbstractContextManager:
+    """How the products of a reading are computed, see [`FewRows`]. Compiled code is left as it was compiled."""
+    compiled = getattr(model, "_compiled_call_impl", None) is not None or torch.compiler.is_compiling()
+    return FewRows() if input_ids.numel() in FEW_ROWS and not compiled else nullcontext()
 
 
 def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
