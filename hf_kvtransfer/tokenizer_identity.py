@@ -42,9 +42,9 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     backend = _backend(tokenizer)
     # Reading the whole vocabulary takes half a second for 262k tokens, too long for each handoff.
-    added = str({number: str(token) for number, token in backend.get_added_tokens_decoder().items()})
     components = _component_state(backend.normalizer), _component_state(backend.pre_tokenizer)
-    state = (len(tokenizer), added, *components)
+    size = backend.get_vocab_size(with_added_tokens=False)
+    state = (size, backend.get_added_tokens_decoder(), *components)
     cached = _fingerprints.get(tokenizer)
     if cached is not None and cached[0] == state:
         return cached[1]
