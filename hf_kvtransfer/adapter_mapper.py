@@ -50,7 +50,7 @@ def adapter_mapper(
             For [`fit_mapper`], if there are texts: `source_tokenizer` and so on.
 
     Returns:
-        [`KVMapper`]: Its config's `fit` names the `exact_layers`, and the tensors that have `changed`.
+        [`KVMapper`]: Its config's `fit` names the `exact_layers`, and the modules that have `changed`.
 
     Raises:
         `PairMismatchError`: the two models cache something of another shape.
@@ -87,10 +87,10 @@ def adapter_mapper(
                 )
     exact = exact_layers(identity, target)
     # One tokenizer, whichever it is: the two are one model.
-    cached = {"geometry": identity.geometry.to_dict(), "tokenizer": identity.tokenizer}
+    about = {"geometry": identity.geometry.to_dict(), "tokenizer": identity.tokenizer}
     layers = [None if layer is None else _copy(i) for i, layer in enumerate(identity.geometry.layers)]
     config = KVMapperConfig(
-        source={"name": _named(identity), **cached}, target={"name": _named(found), **cached}, layers=layers
+        source={"name": _named(identity), **about}, target={"name": _named(found), **about}, layers=layers
     )
     mapper = KVMapper(config)
     if texts is not None and len(exact.layers) < len(config.mapped_layers):
@@ -101,9 +101,10 @@ def adapter_mapper(
             )
         fitted = fit_mapper(source, target, texts, kind="identity", native_layers=None, rank=rank, **options)
         mapper = _corrected(fitted, exact.layers)
-    # Modules rather than tensors: a LoRA has three in each.
-    changed = dict.fromkeys(name.rpartition(".")[0] for name in exact.changed)
-    mapper.config.fit = (mapper.config.fit or {}) | {"exact_layers": list(exact.layers), "changed": list(changed)}
+    mapper.config.fit = (mapper.config.fit or {}) | {
+        "exact_layers": list(exact.layers),
+        "changed": list(exact.changed),
+    }
     return mapper.eval().requires_grad_(False)
 
 

@@ -32,7 +32,7 @@ class Exactness:
         layers (`tuple[int, ...]`):
             Layers whose keys and values are the same in both, whatever the context.
         changed (`tuple[str, ...]`):
-            The tensors that differ, those of an adapter among them.
+            The modules in which tensors differ, adapters included; `""` is the model, for what is in none of them.
     """
 
     layers: tuple[int, ...]
@@ -62,16 +62,13 @@ def exact_layers(source: ModelIdentity, target: PreTrainedModel) -> Exactness:
     changed = tuple(_changed(source, found))
     known = _FOUND.setdefault(unwrap(target), {})
     if changed not in known:
-        known[changed] = _layers_before(target, changed)
-    comparable = (source.geometry, source.rope_parameters, source.rotary) == (
-        found.geometry,
-        found.rope_parameters,
-        found.rotary,
-    )
-    return Exactness(known[changed] if comparable else (), changed)
+        known[changed] = _exactness(target, changed)
+    sides = [(side.geometry, side.rope_parameters, side.rotary) for side in (source, found)]
+    return known[changed] if sides[0] == sides[1] else Exactness((), known[changed].changed)
 
 
 def _changed(source: ModelIdentity, target: ModelIdentity) -> Iterator[str]:
+    """Names of the tensors that differ, those of an adapter among them."""
     # Bit by bit: weights that agree after rounding do not give the same keys and values.
     sides: list[tuple[Any, Any]] = [(source.weights, target.weights)]
     sides += [
@@ -82,17 +79,16 @@ def _changed(source: ModelIdentity, target: ModelIdentity) -> Iterator[str]:
         yield from (name for name in dict.fromkeys([*before, *after]) if before.get(name) != after.get(name))
 
 
-def _layers_before(model: PreTrainedModel, changed: Sequence[str]) -> tuple[int, ...]:
-    """The layers whose keys and values do not depend on tensors of these names."""
+def _exactness(model: PreTrainedModel, changed: Sequence[str]) -> Exactness:
     order = _Order(model)
-    owners = {order.owner(name) for name in changed}
+    owners = tuple(dict.fromkeys(map(order.owner, changed)))
     exact = min((order.entered[owner] for owner in owners), default=len(order.layers))
     if exact < len(order.layers):
-        first = {owner for owner in owners if order.entered[owner] == exact}
+        first = [owner for owner in owners if order.entered[owner] == exact]
         within = any(order.left[owner] > exact for owner in first)  # its keys and values are made in there
         if not within and not _depends(model, order.layers[exact], first):
             exact += 1
-    return tuple(sorted(order.layers[:exact]))
+    return Exactness(tuple(sorted(order.layers[:exact])), owners)
 
 
 class _Order:
@@ -145,17 +141,17 @@ class _OrderCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _depends(model: PreTrainedModel, layer_idx: int, modules: set[str]) -> bool:
+def _depends(model: PreTrainedModel, layer_idx: int, modules: Sequence[str]) -> bool:
     """Whether a layer's keys and values are others when modules put out NaN, through which nothing is lost."""
     states = []
-    for poisoned in (set(), modules):
+    for poisoned in ((), modules):
         with _poisoned(model, poisoned):
             states.append(read_first_layers(model, _tokens(model), num_layers=layer_idx).keys_and_values[layer_idx])
     return not all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
 @contextmanager
-def _poisoned(model: PreTrainedModel, names: set[str]) -> Iterator[None]:
+def _poisoned(model: PreTrainedModel, names: Sequence[str]) -> Iterator[None]:
     thread = threading.get_ident()  # others may run the same model at the same time
 
     def poison(module: nn.Module, args: Any, output: Any) -> Any:

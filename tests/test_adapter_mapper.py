@@ -123,7 +123,9 @@ def test_an_exact_mapper_is_admitted_without_evidence(llama):
     source_kv = SourceKV.prefill(llama, None, ids[:, :CONTEXT])
     mapper = adapter_mapper(source_kv, model)
     assert mapper.config.fit["exact_layers"] == [0, 1, 2, 3]
-    assert "model.layers.3.mlp.up_proj.lora_A" in mapper.config.fit["changed"]
+    assert mapper.config.fit["changed"] == [
+        f"model.layers.3.{name}" for name in ("self_attn.q_proj", *(f"mlp.{name}" for name in MLP))
+    ]
     cache = TranslatedCache(source_kv, mapper, model, input_ids=ids, on_refusal="raise")
     output = generate(model, {"input_ids": ids}, cache, max_new_tokens=6, do_sample=False)
     assert cache.report.translated_tokens > 0
@@ -137,6 +139,10 @@ def test_saved_and_loaded(llama, tmp_path):
     adapter_mapper(llama, model).save_pretrained(tmp_path)
     mapper = KVMapper.from_pretrained(tmp_path)
     assert FidelityGate().admit(mapper, llama, model).admitted
+    assert FidelityGate().admit(mapper, SourceKV.prefill(llama, None, random_ids(llama, 2, 8)), model).admitted
+    # What the source has read before the tokens that are left, it knows, and the target does not.
+    [reason] = FidelityGate().admit(mapper, SourceKV.prefill(llama, None, random_ids(llama, 2, 8))[3:], model).reasons
+    assert reason.startswith("the source has read more before")
     # It is no claim of the artifact's: it is looked at again with the models at hand.
     assert not FidelityGate().admit(mapper, None, None).admitted
     assert not FidelityGate().admit(mapper, llama, adapted(llama, ["k_proj"])).admitted

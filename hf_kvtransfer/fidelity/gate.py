@@ -269,6 +269,9 @@ def _without_evidence(
         return [NO_EVIDENCE]
     if isinstance(source, SourceKV):
         identity, policies = source.identity, {"source": source.cache_policy or {}}
+        firsts = zip(source.position_ids, source.attention_mask.bool(), strict=True)
+        if any(positions[mask][:1].any() for positions, mask in firsts):
+            return [f"the source has read more before these tokens, and {NO_EVIDENCE}"]
     else:
         identity, policies = ModelIdentity.from_model(source), {"source": cache_policy(source)}
     policies["target"] = cache_policy(target if target_cache is None else target_cache)

@@ -1,7 +1,7 @@
 """
 `python -m hf_kvtransfer.lm_eval run --model hf-kvtransfer ...`: lm-eval's own command, in which the model is known.
 
-Versions of lm-eval behind 0.4.13 find it by its entry point, so that `lm-eval run --model hf-kvtransfer` is enough.
+Versions of lm-eval after 0.4.13 find it by its entry point, so that `lm-eval run --model hf-kvtransfer` is enough.
 """
 
 from lm_eval.__main__ import cli_evaluate

@@ -1,7 +1,7 @@
 """Any task of lm-eval, with the context read by a source and answered by the target."""
 
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
@@ -85,17 +85,18 @@ class KVTransferLM(HFLM):
                 f"A translated cache is for causal models in a dtype of their own, got backend {self.backend!r} and "
                 f"`mixed_precision_dtype` {self.mixed_precision_dtype}. Leave both out, and choose a `dtype`."
             )
+        reader: Any = source
         if isinstance(source, str):
             source_tokenizer = source_tokenizer or source
-            source = AutoModelForCausalLM.from_pretrained(
+            reader = AutoModelForCausalLM.from_pretrained(
                 source, dtype=kwargs.get("dtype", "auto"), trust_remote_code=kwargs.get("trust_remote_code", False)
             ).to(self.device)
         if isinstance(source_tokenizer, str):
             source_tokenizer = AutoTokenizer.from_pretrained(source_tokenizer)
-        if not isinstance(mapper, KVMapper):
-            mapper = cast(KVMapper, KVMapper.from_pretrained(mapper, dtype=self.model.dtype))
-        self.source = cast(PreTrainedModel, source).eval()
-        self.source_tokenizer, self.mapper = source_tokenizer or self.tokenizer, mapper
+        self.source, self.source_tokenizer = reader.eval(), source_tokenizer or self.tokenizer
+        self.mapper: KVMapper = (
+            mapper if isinstance(mapper, KVMapper) else KVMapper.from_pretrained(mapper, dtype=self.model.dtype)
+        )
         self.gate, self.probe_tokens = FidelityGate(strict=gate), probe_tokens
         verdict = self.gate.admit(
             self.mapper,
@@ -136,8 +137,8 @@ class KVTransferLM(HFLM):
         with tqdm(
             total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Scoring continuations"
         ) as progress:
-            for shared, numbers in groups.items():
-                scores = self._score(list(shared), [requests[number][2] for number in numbers])
+            for ids, numbers in groups.items():
+                scores = self._score(list(ids), [requests[number][2] for number in numbers])
                 for number, answer in zip(numbers, scores, strict=True):
                     answers[number] = answer
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
