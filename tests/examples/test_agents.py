@@ -1,25 +1,21 @@
 """examples/agents.py, on tiny models in place of the demo's."""
 
 import re
-import runpy
 from pathlib import Path
 
-import hf_kvtransfer
-from hf_kvtransfer import FidelityGate, KVMapper, demo_models
+from hf_kvtransfer import KVMapper, demo_models
 
 from ..tiny_models import identity_mapper, tiny_model
 
 
-def test_agents(monkeypatch, tokenizers, capsys):
+def test_agents(run_example, monkeypatch, tokenizers):
     model = tiny_model("llama", max_position_embeddings=4096)
     mapper = identity_mapper(model)
     monkeypatch.setattr(demo_models, "load_demo_model", lambda name: (model, tokenizers["bpe"]))
     monkeypatch.setattr(KVMapper, "from_pretrained", lambda *args, **kwargs: mapper)
     story = "The keeper of the light wrote down each ship. " * 6
-    monkeypatch.setattr(Path, "read_text", lambda self, encoding: story)
-    monkeypatch.setattr(hf_kvtransfer, "FidelityGate", lambda **options: FidelityGate(strict=False))
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "agents.py"), run_name="__main__")
-    output = capsys.readouterr().out
+    monkeypatch.setattr(Path, "read_text", lambda self, encoding="utf-8": story)
+    output = run_example("agents.py")
     counts = [
         tuple(map(int, found))
         for found in re.findall(r"(\d+) tokens, (\d+) in its cache, (\d+) translated, (\d+) read", output)
