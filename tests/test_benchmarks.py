@@ -94,12 +94,12 @@ def configs(tmp_path):
 
 
 def test_growth_is_measured_and_drawn(configs, tmp_path):
-    lengths = ["--lengths", "32", "64", "96", "--fit-tokens", "2560", "--runs", "1", "--threads", "1"]
+    lengths = ["--lengths", "32", "64", "96", "--fit-tokens", "1536", "--runs", "1", "--threads", "1"]
     growth.main([str(tmp_path / "growth"), *configs, *lengths])
     results = json.loads((tmp_path / "growth.json").read_text())
     assert set(results["exponents"]) == {"prefill", "bind", "translation", "handoff", "temporary layers"}
     assert [tokens for tokens, _ in results["measured"]["handoff"]] == [32, 64, 96]
-    assert [tokens for tokens, _ in results["measured"]["fit"]] == [2560]
+    assert [tokens for tokens, _ in results["measured"]["fit"]] == [1536]
     pytest.importorskip("matplotlib")
     growth.draw(results["measured"], results["exponents"], tmp_path / "growth.svg")
     assert "tokens" in (tmp_path / "growth.svg").read_text()

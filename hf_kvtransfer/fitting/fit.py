@@ -70,8 +70,9 @@ def fit_mapper(
     `(source layers * source width + token feature width)**2` float64 numbers, shared between target layers where they
     read the same source layers. With `memory` it is not more than that many bytes beside the models and the mapper.
 
-    Called in every process of an `accelerate launch`, each reads its share of the same texts, with its own copy of the
-    models, and solves its share of the layers; all return the same mapper, which one of them is to save.
+    Called in every process of an `accelerate launch` or `torchrun`, each reads its share of the same texts, with its
+    own copy of the models, and solves its share of the layers; all return the same mapper, which one of them is to
+    save.
 
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):

@@ -24,7 +24,8 @@ class Processes:
             What each process has for itself.
 
     Raises:
-        `CalibrationError`: a model is spread over the processes (tensor parallelism), so that none can read alone.
+        `CalibrationError`: a model is spread over the processes (tensor parallelism), so that none can read alone; or
+            accelerate does not know that there are several.
     """
 
     def __init__(self, *models: PreTrainedModel):
@@ -35,6 +36,12 @@ class Processes:
             # Of itself it looks for accelerators only, and takes a launch on CPUs for a single process.
             on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
             self._state = PartialState(cpu=on_cpu)
+            if self._state.num_processes == 1:
+                raise CalibrationError(
+                    f"This is one of {os.environ['WORLD_SIZE']} processes, but accelerate was set up for one alone, "
+                    "as it is on a machine without accelerators: set ACCELERATE_USE_CPU=1, or begin with "
+                    "`Accelerator(cpu=True)`."
+                )
         self.count = 1 if self._state is None else self._state.num_processes
         self.index = 0 if self._state is None else self._state.process_index
         for model in models:

@@ -122,6 +122,14 @@ def test_a_process_that_dies_is_told_of_and_its_sums_are_kept(pair, texts, tmp_p
     assert not list(keeping.iterdir())
 
 
+def test_a_launch_that_accelerate_does_not_see_is_told_of(pair, texts, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    PartialState()
+    with pytest.raises(CalibrationError, match="one of 2 processes, but accelerate was set up for one alone"):
+        fit_mapper(*pair, texts, **OPTIONS)
+
+
 def tell(rank, pair, texts, folder):
     try:
         fit_mapper(*pair, texts[24 * rank : 24 * (rank + 1)], **OPTIONS)
