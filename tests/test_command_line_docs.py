@@ -35,13 +35,14 @@ RUNS = {
     "fit": f"fit my-mapper {PAIR} --data calibration.jsonl --kind identity --native-layers -1",
     "evaluate": f"evaluate my-mapper {PAIR} --data held_out.jsonl --context-tokens 64 --continuation-tokens 48",
     "gate": f"gate my-mapper {PAIR}",
+    "bench": f"bench my-mapper {PAIR} --length 100 --length 400 --runs 1",
     "inspect": "inspect my-mapper",
     "generate": f"generate my-mapper {PAIR} --context story.txt --max-new-tokens 16",
     "push": "push my-mapper me/source-to-target --source org/source --target org/target",
     "pull": "pull me/source-to-target pulled",
 }
 # Random models write nothing worth reading, and are too small for a handoff to be worth it on every machine.
-WITHOUT_OUTPUT = {"generate", "plan"}
+WITHOUT_OUTPUT = {"bench", "generate", "plan"}
 INTRODUCTION = """# The command line
 
 `hf-kvtransfer COMMAND --help` says what stands here. Models are given as folders, Hub ids or GGUF files, mappers as

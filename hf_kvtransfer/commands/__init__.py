@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import KVTransferError
+from .bench import bench
 from .doctor import doctor
 from .evaluate import evaluate
 from .fit import fit
@@ -46,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,  # they print local variables: whole tensors
 )
-for command in (doctor, plan, fit, evaluate, gate, inspect, generate, push, pull):
+for command in (doctor, plan, fit, evaluate, gate, bench, inspect, generate, push, pull):
     app.command()(command)
 
 
@@ -66,8 +67,8 @@ def main(
     A second model continues from the first one's KV cache, translated.
 
     Will a pair work (`doctor`), and is it worth it (`plan`)? Make a mapper for it (`fit`), measure it on your own text
-    (`evaluate`), ask whether it may be used (`gate`), look at it (`inspect`), use it (`generate`), share it (`push`,
-    `pull`).
+    (`evaluate`), ask whether it may be used (`gate`), how long it takes (`bench`), look at it (`inspect`), use it
+    (`generate`), share it (`push`, `pull`).
 
     All exit with 0, or with 2 after an error. `doctor`, `evaluate` and `gate` exit with 1 if they advise against it.
     """

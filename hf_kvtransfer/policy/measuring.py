@@ -72,11 +72,11 @@ def measure_costs(
     """
     if runs < 1:
         raise ValueError(f"`runs` must be at least 1, got {runs}.")
-    usable = [length for length in sorted(set(lengths)) if 2 <= length <= _longest(source, target)]
+    usable = [length for length in sorted(set(lengths)) if 2 <= length <= longest_context(source, target)]
     if len(usable) < 2:
         raise ValueError(
             f"`lengths` is {list(lengths)}, of which these models can read {usable}. Give two lengths or more of 2 "
-            f"to {_longest(source, target)} tokens."
+            f"to {longest_context(source, target)} tokens."
         )
     about = what_decides_costs(mapper, source, target, lengths=usable, runs=runs)
     path = costs_file(about)
@@ -204,6 +204,7 @@ def _seconds(function: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _longest(*models: PreTrainedModel) -> int:
+def longest_context(*models: PreTrainedModel) -> int:
+    """Tokens that all of some models can read, or a length to be content with where none of them says."""
     lengths = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     return min((length for length in lengths if length), default=max(LENGTHS))

@@ -9,7 +9,7 @@ import pytest
 import hf_kvtransfer
 
 
-COMMANDS = ("doctor", "evaluate", "fit", "gate", "generate", "inspect", "plan", "pull", "push")
+COMMANDS = ("bench", "doctor", "evaluate", "fit", "gate", "generate", "inspect", "plan", "pull", "push")
 
 
 @pytest.mark.parametrize("arguments", [(), *((command,) for command in COMMANDS)])
