@@ -119,7 +119,8 @@ class FidelityGate:
 
         Args:
             mapper ([`KVMapper`]):
-                With its evidence.
+                With its evidence. Without, it is admitted only if it copies layers that are all the same in both
+                models, see [`adapter_mapper`].
             source (`PreTrainedModel` or [`SourceKV`], *optional*):
                 The source, or what it has read. `None` leaves it unchecked.
             target (`PreTrainedModel`, *optional*):

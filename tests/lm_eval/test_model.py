@@ -1,5 +1,6 @@
 """lm-eval's tasks on a translated cache: the same numbers where the mapper is exact, and natively those of `hf`."""
 
+import runpy
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ..tiny_tokenizers import unigram
 lm_eval = pytest.importorskip("lm_eval")
 datasets = pytest.importorskip("datasets")
 
+from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_kvtransfer.lm_eval.model import KVTransferLM  # noqa: E402
@@ -88,6 +90,14 @@ def test_an_exact_translation_gives_the_same_numbers(evaluate, folder, llama, tm
     about = results["config"]["kvtransfer"]
     assert about["contexts"] == {"translated": NUM_ITEMS}
     assert about["mapper_digest"] == identity_mapper(llama).digest()
+
+
+def test_the_command_knows_it(monkeypatch):
+    """The rest is lm-eval's own command, which takes a while to list its tasks."""
+    found = []
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: found.append(get_model("hf-kvtransfer")))
+    runpy.run_module("hf_kvtransfer.lm_eval", run_name="__main__")
+    assert found == [KVTransferLM]
 
 
 def test_what_the_mapper_makes_of_the_context_counts(evaluate, pair, llama):
