@@ -55,7 +55,7 @@ def hub_folders(tokenizers, tmp_path_factory):
     }
     for name, lines in rows.items():
         (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (root / "calibration.txt").write_text("\n\n".join(pieces * 20), encoding="utf-8")
+    (root / "calibration.txt").write_text("\n\n".join(pieces * 2), encoding="utf-8")
     (root / "story.txt").write_text(CONTEXT[:300], encoding="utf-8")
     mapper = fit_mapper(
         models["org/source"][0],
