@@ -7,6 +7,7 @@ from .errors import (
     AlignmentError,
     BatchMismatchError,
     CalibrationError,
+    ConversationError,
     EvaluationDataError,
     EvidenceError,
     HubError,
@@ -25,6 +26,8 @@ from .errors import (
 if TYPE_CHECKING:
     from .adapter_mapper import adapter_mapper
     from .cache import TranslatedCache
+    from .conversation import Conversation
+    from .conversation_turn import Reply, TurnReport
     from .fidelity.evaluate import evaluate_mapper
     from .fidelity.gate import FidelityGate, Verdict
     from .fidelity.report import FidelityReport
@@ -47,6 +50,8 @@ __all__ = [
     "AlignmentError",
     "BatchMismatchError",
     "CalibrationError",
+    "Conversation",
+    "ConversationError",
     "Decision",
     "EvaluationDataError",
     "EvidenceError",
@@ -64,6 +69,7 @@ __all__ = [
     "PairMismatchError",
     "PrefixMismatchError",
     "RefusedError",
+    "Reply",
     "Segment",
     "ShadowTransfer",
     "SourceCacheError",
@@ -72,6 +78,7 @@ __all__ = [
     "TransferPolicy",
     "TransferReport",
     "TranslatedCache",
+    "TurnReport",
     "UnknownModelError",
     "UnsupportedModelError",
     "Verdict",
@@ -88,6 +95,7 @@ __all__ = [
 
 # Imported when first asked for: `hf-kvtransfer --help` need not wait for torch and transformers.
 _MODULES = {
+    "Conversation": ".conversation",
     "Decision": ".policy",
     "FidelityGate": ".fidelity.gate",
     "FidelityReport": ".fidelity.report",
@@ -97,12 +105,14 @@ _MODULES = {
     "KVMapperConfig": ".mapper",
     "MeasuredCosts": ".policy",
     "ModelIdentity": ".identity",
+    "Reply": ".conversation_turn",
     "Segment": ".segment",
     "ShadowTransfer": ".fidelity.shadow",
     "SourceKV": ".source",
     "TransferPolicy": ".policy",
     "TransferReport": ".transfer_report",
     "TranslatedCache": ".cache",
+    "TurnReport": ".conversation_turn",
     "Verdict": ".fidelity.gate",
     "adapter_mapper": ".adapter_mapper",
     "calibrate_readout": ".fitting",

@@ -59,3 +59,7 @@ class HubError(KVTransferError):
 
 class UnknownModelError(KVTransferError):
     """A name that no model has where it is used."""
+
+
+class ConversationError(KVTransferError):
+    """A conversation that cannot be continued as asked, or that was saved otherwise."""

@@ -26,6 +26,17 @@ def test_evaluate_and_gate(run_example, pair, tmp_path, capsys):
     assert "only 192 positions were scored, at least 384 are needed" in output
 
 
+def test_cascade(run_example):
+    arguments = ("--small", "{model}", "--large", "{model}", "--mapper", "{mapper}", "--new-tokens", "6")
+    output = run_example(
+        "cascade.py", "The farmers wait for the flood.", "And the delta?", *arguments, "--sure", "1.1"
+    )
+    # Nobody is that sure, and the large model is handed what the small one has read of both questions.
+    assert output.count("large: ") == 4
+    assert output.count(" translated from small, ") == 2
+    assert "small: " in run_example("cascade.py", "The farmers wait.", *arguments, "--sure", "0")
+
+
 def test_device_map(run_example):
     arguments = ("{model}", "{model}", "{mapper}", "{context}", "And then?", "--max-memory", "cpu=400KB")
     output = run_example("device_map.py", *arguments)

@@ -1,0 +1,87 @@
+"""A handoff within a conversation, and the cache that it leaves behind."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from .cache import TranslatedCache
+from .compat import read_into_cache
+from .conversation_log import ModelLog
+from .conversation_plan import Run
+from .segment import Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Handoff:
+    """
+    What a model continues from.
+
+    Args:
+        cache ([`TranslatedCache`]):
+            The beginning of its prompt.
+        kept (`int`):
+            First tokens of it that were in the model's own cache.
+        runs (`list[Run]`):
+            What was to be translated.
+        before ([`ModelLog`], *optional*):
+            Of that cache.
+    """
+
+    cache: TranslatedCache
+    kept: int
+    runs: list[Run]
+    before: ModelLog | None
+
+    def readers(self, name: str, translated: Sequence[bool], num_tokens: int) -> list[str]:
+        """
+        Who has read each token, now that model `name` has read the rest.
+
+        Args:
+            name (`str`):
+                The model.
+            translated (`Sequence[bool]`):
+                Which of the first tokens are translated; what could not be is the model's own.
+            num_tokens (`int`):
+                Tokens in all.
+        """
+        readers = [name] * num_tokens
+        if self.before is not None:
+            readers[: self.kept] = self.before.readers[: self.kept]
+        for run in self.runs:
+            readers[run.start : run.stop] = [run.model] * (run.stop - run.start)
+        return [
+            reader if number < len(translated) and translated[number] else name
+            for number, reader in enumerate(readers)
+        ]
+
+
+def hold_all(
+    model: PreTrainedModel, cache: TranslatedCache, prompt_length: int, ids: Sequence[int]
+) -> TranslatedCache:
+    """
+    A cache of a prompt and a reply that holds all of both: `generate` does not read the last token, and a beam search
+    leaves a row for each beam.
+
+    Args:
+        model (`PreTrainedModel`):
+            The model that has replied.
+        cache ([`TranslatedCache`]):
+            As `generate` has left it.
+        prompt_length (`int`):
+            Tokens of the prompt.
+        ids (`Sequence[int]`):
+            The tokens of both.
+    """
+    input_ids, held = torch.tensor([ids]), int(cache.get_seq_length())
+    if cache.num_rows > 1 or held > len(ids):
+        cache.batch_select_indices(torch.tensor([0]))
+        held = prompt_length - 1  # up to there all rows are the same
+        cut = TranslatedCache.from_segments([Segment(held, held + 1)], model, input_ids, prefix=cache)
+        cut.activate_past_recording()
+        cache = cut
+    if held < len(ids):
+        positions = torch.arange(held, len(ids))[None]
+        read_into_cache(model, cache, input_ids[:, held:], position_ids=positions)
+    return cache

@@ -1,0 +1,400 @@
+"""Conversations that move between models: planted ones, so that every turn must be as native."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvtransfer import (
+    Conversation,
+    ConversationError,
+    EvaluationDataError,
+    FidelityGate,
+    TranslatedCache,
+    UnknownModelError,
+)
+from hf_kvtransfer import conversation as conversation_module
+from hf_kvtransfer.compat import read_into_cache, token_losses
+from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+
+from .test_memory import random_mapper
+from .tiny_models import plant, planted_mapper, tiny_model
+from .tiny_tokenizers import SENTENCES
+
+
+UNGATED = {"gate": FidelityGate(strict=False), "min_tokens": 1}
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BRACKETS = (
+    "Answer in short.\n{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} [end]\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+QUESTIONS = [*SENTENCES[:3], "And the fish?", "user", SENTENCES[4], "def area(width, height): what is it?"]
+
+
+@pytest.fixture(scope="module")
+def models(tokenizers):
+    """Three models of one function, with windows, each with a template of its own; the third has none."""
+    family = tiny_model("gemma3", max_position_embeddings=2048, sliding_window=24)
+    templates = {"a": CHATML, "b": BRACKETS, "c": None}
+    members = {}
+    for seed, (name, template) in enumerate(templates.items()):
+        tokenizer = copy.deepcopy(tokenizers["bpe"])
+        tokenizer.chat_template = template
+        members[name] = (plant(family, seed=seed), tokenizer)
+    return members
+
+
+@pytest.fixture(scope="module")
+def mappers(models):
+    return {
+        (source, target): planted_mapper(models[source][0], models[target][0])
+        for source in models
+        for target in models
+        if source != target
+    }
+
+
+@pytest.fixture
+def conversation(models, mappers):
+    return Conversation(models, mappers, **UNGATED)
+
+
+def reply(conversation, name, message=None, new=5, **options):
+    options = {"max_new_tokens": new, "do_sample": False} | options
+    return conversation.reply(name, message, output_logits=True, return_dict_in_generate=True, **options)
+
+
+def assert_native(conversation, name, answer):
+    """The logits of a reply are those of a model that has read all of its prompt itself, and the counts add up."""
+    model, _ = conversation.models[name]
+    sequences, logits = answer.output.sequences, torch.stack(answer.output.logits, 1)
+    with torch.no_grad():
+        native = model(sequences[:, :-1]).logits[:, -logits.shape[1] :]
+    torch.testing.assert_close(logits, native, rtol=0, atol=1e-3)
+    report = answer.report
+    prompt = sequences.shape[1] - logits.shape[1]
+    assert report.kept_tokens + sum(report.translated_tokens.values()) + report.native_tokens == prompt
+    assert report.reply_tokens == logits.shape[1]
+
+
+@given(order=st.lists(st.sampled_from("abc"), min_size=12, max_size=12))
+@settings(max_examples=3, deadline=None, derandomize=True)
+def test_twelve_turns_in_any_order_are_as_native(models, mappers, order):
+    conversation = Conversation(models, mappers, **UNGATED)
+    translated = {}
+    for turn, name in enumerate(order):
+        answer = reply(conversation, name, QUESTIONS[turn % len(QUESTIONS)], new=4)
+        assert_native(conversation, name, answer)
+        assert answer.report.reasons == ()
+        for source, tokens in answer.report.translated_tokens.items():
+            translated[source, name] = translated.get((source, name), 0) + tokens
+    for name in set(order):
+        readers = conversation.readers(name)
+        assert readers[:4] == [name] * 4
+        # Tokens are translated once, and are the only ones that the model has not read itself.
+        assert {source: readers.count(source) for source in set(readers) - {name}} == {
+            source: tokens for (source, target), tokens in translated.items() if target == name and tokens
+        }
+    if len(set(order)) > 1:
+        assert sum(translated.values()) > 0
+
+
+def test_each_model_finds_its_own_cache(conversation):
+    first = conversation.read_reply("a", QUESTIONS[0], SENTENCES[3])
+    assert (first.report.kept_tokens, first.report.translated_tokens) == (0, {})
+    assert first.report.transfer is None
+    held = len(conversation.readers("a"))
+    second = conversation.read_reply("b", QUESTIONS[1], SENTENCES[4])
+    assert second.report.kept_tokens == 0
+    # What `a` has read and said; but what `b` reads first it reads itself.
+    assert second.report.translated_tokens["a"] > 20
+    assert second.report.transfer.outcome == "translated"
+    third = reply(conversation, "a", QUESTIONS[2])
+    # All of it, up to where its template goes on behind the reply.
+    assert third.report.kept_tokens == held
+    # The last question of the user and the reply to it are all that `a` lacks and `b` has read.
+    tokenizer = conversation.models["a"][1]
+    tokens = sum(len(tokenizer(text).input_ids) for text in (QUESTIONS[1], SENTENCES[4]))
+    assert third.report.translated_tokens["b"] == tokens
+    assert str(third.report).startswith(f"a: {held} tokens kept, {tokens} translated from b, ")
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 3
+    assert conversation.messages[3]["content"] == SENTENCES[4] == second.text == str(second)
+    assert conversation.turns == [first.report, second.report, third.report]
+    assert_native(conversation, "a", third)
+
+
+def test_a_translation_is_not_translated_again(conversation):
+    """`c` can have from `b` only what `b` has read, and has no mapper for the rest."""
+    conversation.mappers.pop(("a", "c"))
+    reply(conversation, "a", QUESTIONS[0])
+    reply(conversation, "b", QUESTIONS[1])
+    third = reply(conversation, "c", QUESTIONS[2])
+    assert set(third.report.translated_tokens) == {"b"}
+    assert third.report.reasons == ("there is no mapper from a to c",)
+    assert_native(conversation, "c", third)
+    readers = conversation.readers("c")
+    text = conversation.models["c"][1].decode(third.output.sequences[0])
+    assert QUESTIONS[0] in text
+    inside = len(conversation.models["c"][1](text[: text.index(QUESTIONS[0]) + len(QUESTIONS[0])]).input_ids)
+    assert set(readers[:inside]) == {"c"}
+
+
+def test_models_of_one_template_share_what_it_adds(conversation):
+    """Nothing of a span that another model has read is read again between its messages."""
+    conversation.models["b"][1].chat_template = CHATML
+    try:
+        reply(conversation, "a", QUESTIONS[0])
+        reply(conversation, "a", QUESTIONS[1])
+        answer = reply(conversation, "b", QUESTIONS[2])
+    finally:
+        conversation.models["b"][1].chat_template = BRACKETS
+    readers = conversation.readers("b")
+    first, last = readers.index("a"), len(readers) - readers[::-1].index("a")
+    assert set(readers[first:last]) == {"a"}
+    assert_native(conversation, "b", answer)
+
+
+def test_short_runs_are_read(models, mappers):
+    conversation = Conversation(models, mappers, gate=FidelityGate(strict=False), min_tokens=30)
+    reply(conversation, "a", "Fish?")
+    assert reply(conversation, "b", "And silt?").report.translated_tokens == {}
+
+
+def test_what_the_gate_refuses_is_read(models, mappers):
+    conversation = Conversation(models, mappers, min_tokens=1)
+    reply(conversation, "a", QUESTIONS[0])
+    answer = reply(conversation, "b", QUESTIONS[1])
+    assert answer.report.translated_tokens == {}
+    assert "it has no evidence" in answer.report.reasons[0]
+    assert answer.report.transfer.outcome == "recomputed"
+    assert_native(conversation, "b", answer)
+    # What is its own stays.
+    assert_native(conversation, "b", again := reply(conversation, "b", QUESTIONS[2]))
+    assert again.report.kept_tokens > 20
+
+
+def test_between_tokenizers(tokenizers):
+    """Whatever the mapper is worth, texts are found and counts add up."""
+    source, target = (tiny_model(name, max_position_embeddings=2048) for name in ("llama", "gemma3"))
+    names = [tokenizer_fingerprint(tokenizers[name]) for name in ("bpe", "unigram")]
+    models = {"a": (source, tokenizers["bpe"]), "b": (target, tokenizers["unigram"])}
+    mappers = {("a", "b"): random_mapper(source, target, names)}
+    conversation = Conversation(models, mappers, **UNGATED)
+    for turn, name in enumerate("abab"):
+        report = conversation.reply(name, QUESTIONS[turn % 2], max_new_tokens=5, do_sample=False).report
+        prompt = len(conversation.readers(name)) - report.reply_tokens
+        assert report.kept_tokens + sum(report.translated_tokens.values()) + report.native_tokens == prompt
+    assert report.translated_tokens["a"] > 20
+    assert report.kept_tokens > 40
+
+
+def test_messages_that_were_changed(conversation):
+    reply(conversation, "a", QUESTIONS[0])
+    reply(conversation, "a", QUESTIONS[1])
+    conversation.messages[2]["content"] = QUESTIONS[5]
+    answer = reply(conversation, "b", QUESTIONS[2])
+    assert_native(conversation, "b", answer)
+    readers = conversation.readers("b")
+    text = conversation.models["b"][1].decode(answer.output.sequences[0][: readers.index("a") + readers.count("a")])
+    assert QUESTIONS[5] not in text
+    # A reply that is taken back, and given by another.
+    conversation.messages.pop()
+    answer = reply(conversation, "a")
+    assert answer.report.kept_tokens > 20
+    assert_native(conversation, "a", answer)
+    assert len(conversation.messages) == 6
+
+
+def test_a_model_with_other_weights_begins_anew(models, mappers):
+    changed = {name: (copy.deepcopy(model), tokenizer) for name, (model, tokenizer) in models.items()}
+    conversation = Conversation(changed, mappers, **UNGATED)
+    reply(conversation, "a", QUESTIONS[0])
+    reply(conversation, "b", QUESTIONS[1])
+    for name in ("a", "b"):
+        with torch.no_grad():
+            changed[name][0].model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    answer = reply(conversation, "a", QUESTIONS[2])
+    assert (answer.report.kept_tokens, answer.report.translated_tokens) == (0, {})
+    assert [reason[:18] for reason in answer.report.reasons] == ["a is another model", "b is another model"]
+    assert "weights changed (model.layers.1.mlp.up_proj.weight differs)" in answer.report.reasons[0]
+    assert_native(conversation, "a", answer)
+    assert conversation.readers("b") == []
+
+
+@pytest.mark.parametrize("where", ["generate", "from_segments", "hold_all"])
+def test_a_failure_leaves_everything_as_it_was(conversation, monkeypatch, where):
+    reply(conversation, "a", QUESTIONS[0])
+    reply(conversation, "b", QUESTIONS[1])
+    before = json.dumps([conversation.messages, conversation.readers("a"), conversation.readers("b")])
+
+    def broken(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "from_segments":
+            patch.setattr(TranslatedCache, where, broken)
+        else:
+            patch.setattr(conversation_module, where, broken)
+        with pytest.raises(KeyboardInterrupt):
+            reply(conversation, "a", QUESTIONS[2])
+    assert json.dumps([conversation.messages, conversation.readers("a"), conversation.readers("b")]) == before
+    answer = reply(conversation, "a", QUESTIONS[2])
+    assert answer.report.translated_tokens["b"] > 10
+    assert_native(conversation, "a", answer)
+
+
+def test_a_generation_that_is_interrupted(conversation):
+    """With its layers filled already."""
+    reply(conversation, "a", QUESTIONS[0])
+
+    class Stop:
+        def put(self, value):
+            raise KeyboardInterrupt if len(value.flatten()) == 1 else None
+
+        def end(self):
+            """Never reached."""
+
+    for name in ("a", "b"):
+        with pytest.raises((KeyboardInterrupt, TypeError)):
+            reply(conversation, name, QUESTIONS[1], streamer=Stop())
+        assert_native(conversation, name, reply(conversation, name, QUESTIONS[1]))
+
+
+def test_save_and_load(conversation, models, mappers, tmp_path):
+    for turn, name in enumerate("abab"):
+        reply(conversation, name, QUESTIONS[turn])
+        conversation.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    loaded = Conversation.load(tmp_path, models, mappers, **UNGATED)
+    assert loaded.messages == conversation.messages
+    for name in "abc":
+        assert loaded.readers(name) == conversation.readers(name)
+        expected, answer = (reply(c, name, QUESTIONS[4]) for c in (conversation, loaded))
+        assert torch.equal(answer.output.sequences, expected.output.sequences)
+        assert answer.report.kept_tokens == expected.report.kept_tokens
+        assert answer.report.translated_tokens == expected.report.translated_tokens
+        assert_native(loaded, name, answer)
+    # Another model under the same name, also of another shape.
+    other = models | {"a": (tiny_model("qwen3", max_position_embeddings=2048), models["a"][1])}
+    loaded = Conversation.load(tmp_path, other, **UNGATED)
+    answer = reply(loaded, "a", QUESTIONS[4])
+    assert answer.report.kept_tokens == 0
+    assert_native(loaded, "a", answer)
+
+
+def test_damaged_files(conversation, models, tmp_path):
+    reply(conversation, "a", QUESTIONS[0], new=2)
+    conversation.save(tmp_path)
+    with pytest.raises(ConversationError, match=r"was saved with models \['a'\].*\['b'\]"):
+        Conversation.load(tmp_path, {"b": models["b"]})
+    (file,) = tmp_path.glob("*.safetensors")
+    state = json.loads((tmp_path / "conversation.json").read_text())
+    for change in ({"format": "another"}, {"messages": None}, {"num_turns": "x"}, {"models": {"a": {}}}):
+        (tmp_path / "conversation.json").write_text(json.dumps(state | change))
+        with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
+            Conversation.load(tmp_path, models)
+    for key, value in (("ids", [1, 2]), ("file", "../elsewhere.safetensors"), ("identity", {}), ("spans", [[1]])):
+        changed = state | {"models": {"a": state["models"]["a"] | {key: value}}}
+        (tmp_path / "conversation.json").write_text(json.dumps(changed))
+        with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
+            Conversation.load(tmp_path, models)
+    (tmp_path / "conversation.json").write_text(json.dumps(state))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
+        Conversation.load(tmp_path, models)
+    with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
+        Conversation.load(tmp_path / "nowhere", models)
+
+
+def test_the_ceiling_of_memory(conversation):
+    for turn, name in enumerate("abc"):
+        reply(conversation, name, QUESTIONS[turn])
+    whole = conversation.num_bytes()
+    conversation.max_bytes = whole
+    answer = reply(conversation, "b", QUESTIONS[3])
+    assert answer.report.evicted == ("a",)
+    assert conversation.readers("a") == []
+    assert conversation.num_bytes() <= whole
+    assert "the cache of a was given up" in str(answer.report)
+    # Anew, from what others have read.
+    answer = reply(conversation, "a", QUESTIONS[4])
+    assert answer.report.kept_tokens == 0
+    assert set(answer.report.translated_tokens) == {"b", "c"}
+    assert_native(conversation, "a", answer)
+    conversation.max_bytes = 0
+    assert set(reply(conversation, "a", QUESTIONS[5]).report.evicted) >= {"a"}
+    assert conversation.num_bytes() == 0
+    conversation.max_bytes = None
+    assert_native(conversation, "b", reply(conversation, "b", QUESTIONS[3]))
+
+
+def test_beams_sampling_and_assisted_decoding(conversation):
+    reply(conversation, "a", QUESTIONS[0])
+    for options in ({"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}):
+        before = len(conversation.messages)
+        conversation.reply("b", QUESTIONS[1], **{"max_new_tokens": 6, "do_sample": False} | options)
+        for name in "ab":
+            assert_native(conversation, name, reply(conversation, name, QUESTIONS[2]))
+        assert len(conversation.messages) == before + 6
+
+
+def test_a_reply_that_is_given(conversation):
+    reply(conversation, "a", QUESTIONS[0])
+    answer = conversation.read_reply("b", QUESTIONS[1], SENTENCES[0])
+    assert answer.text == conversation.messages[-1]["content"] == SENTENCES[0]
+    assert answer.report.translated_tokens["a"] > 20
+    model, tokenizer = conversation.models["b"]
+    ids = torch.tensor([conversation._logs["b"].read.ids])
+    n = len(answer.losses)
+    assert tokenizer.decode(ids[0, -n:]) == SENTENCES[0]
+    logits = read_into_cache(model, TranslatedCache.from_segments([], model, ids), ids, num_logits=n + 1)
+    expected = token_losses(logits[:, :-1], ids[:, -n:])[0].tolist()
+    assert answer.losses == pytest.approx(expected, abs=1e-3)
+    assert_native(conversation, "a", reply(conversation, "a", QUESTIONS[2]))
+
+
+def test_a_model_without_a_template_does_not_speak_for_others(models, monkeypatch):
+    """It goes on with the next message, which is not part of its reply."""
+    conversation = Conversation(models)
+    said = " The silt.\n\nUser: And the fish?\n\nAssistant: Fish"
+    tokenizer = models["c"][1]
+    new = tokenizer(said, return_tensors="pt").input_ids
+
+    def generated(model, inputs, cache, **options):
+        sequences = torch.cat([inputs["input_ids"], new], 1)
+        read_into_cache(model, cache, sequences[:, :-1])
+        return sequences
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversation_module, "generate", generated)
+        answer = conversation.reply("c", QUESTIONS[0])
+    assert answer.text == conversation.messages[1]["content"] == "The silt."
+    answer = reply(conversation, "c", QUESTIONS[1])
+    prompt = tokenizer.decode(answer.output.sequences[0, : -answer.report.reply_tokens])
+    assert prompt == f"User: {QUESTIONS[0]}\n\nAssistant: The silt.\n\nUser: {QUESTIONS[1]}\n\nAssistant:"
+    assert_native(conversation, "c", answer)
+
+
+def test_wrong_arguments(models, mappers, conversation):
+    with pytest.raises(UnknownModelError, match=r"no model 'd' in the conversation, only \['a', 'b', 'c'\]"):
+        conversation.reply("d", "Hello")
+    with pytest.raises(UnknownModelError, match="no model 'c'"):
+        Conversation({"a": models["a"]}, {("a", "c"): mappers["a", "c"]})
+    with pytest.raises(ConversationError, match="nothing to reply to"):
+        conversation.reply("a")
+    with pytest.raises(EvaluationDataError, match="unknown role 'judge'"):
+        conversation.reply("a", {"role": "judge", "content": "Hello"})
+    with pytest.raises(ConversationError, match="gave 2 replies"):
+        conversation.reply("a", "Hello", do_sample=True, num_return_sequences=2, max_new_tokens=2)
+    with pytest.raises(ConversationError, match="has no tokens"):
+        conversation.read_reply("a", "Hello", " ")
+    assert conversation.messages == []
+    assert_native(conversation, "a", reply(conversation, "a", "Hello"))
+    with pytest.raises(ConversationError, match="nothing to reply to"):
+        conversation.reply("b")
