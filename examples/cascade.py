@@ -53,7 +53,7 @@ def main():
         "small": load(arguments.small) if arguments.small else load_demo_model("smollm2-135m-instruct"),
         "large": load(arguments.large) if arguments.large else load_demo_model("gemma-3-270m"),
     }
-    # What questions ask of the mapper; for long dialogues, which its evidence is about too, the shipped one is not enough.
+    # What questions ask of the mapper. For long dialogues, which its evidence has too, the shipped one will not do.
     gate = FidelityGate(capabilities=("everyday text", "knowledge", "reasoning"))
     conversation = Conversation(models, {("small", "large"): arguments.mapper}, gate=gate)
     for question in arguments.questions:

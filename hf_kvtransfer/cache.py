@@ -208,8 +208,9 @@ class TranslatedCache(RestoringCache):
             return binding.bind(segments, admission, sink_tokens, raises=on_refusal == "raise")
 
         cache._stand_for(bind, admission, probe_tokens, binding.prefix)
-        if prefix is not None:
-            known = getattr(prefix, "translated_mask", cache.translated_mask)[:, : cache._num_prefix]
+        known = getattr(prefix, "translated_mask", None)
+        if known is not None and known.numel():
+            known = known[:, : cache._num_prefix]
             cache.translated_mask[:, : known.shape[1]] |= known
         return cache
 

@@ -50,7 +50,8 @@ class ReadText:
         new = list(ids[len(self.ids) :])
         text, spans = character_spans(tokenizer, new)
         content = reply_text(tokenizer, new)
-        begin = text.find(content) if content else -1
+        # Bytes that are no character are shown alike, whatever they are: the text does not say what was read.
+        begin = text.find(content) if content and "\ufffd" not in content else -1
         first = len(self.text)
         place = None if begin < 0 else (first + begin, first + begin + len(content))
         return ReadText(

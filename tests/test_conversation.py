@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LogitsProcessor
 
 from hf_kvtransfer import (
     Conversation,
@@ -25,6 +26,8 @@ from .tiny_models import plant, planted_mapper, tiny_model
 from .tiny_tokenizers import SENTENCES
 
 
+# What the models are made to say: what they would say themselves is often no text.
+ANSWERS = [SENTENCES[3], SENTENCES[0], "It gives them silt, water and fish.", SENTENCES[2]]
 UNGATED = {"gate": FidelityGate(strict=False), "min_tokens": 1}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,20 +37,26 @@ BRACKETS = (
     "Answer in short.\n{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} [end]\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-QUESTIONS = [*SENTENCES[:3], "And the fish?", "user", SENTENCES[4], "def area(width, height): what is it?"]
+QUESTIONS = [*SENTENCES[:3], "And the fish?", "user", SENTENCES[4], "What is area(width, height)?"]
 
 
 @pytest.fixture(scope="module")
 def models(tokenizers):
-    """Three models of one function, with windows, each with a template of its own; the third has none."""
-    family = tiny_model("gemma3", max_position_embeddings=2048, sliding_window=24)
-    templates = {"a": CHATML, "b": BRACKETS, "c": None}
-    members = {}
-    for seed, (name, template) in enumerate(templates.items()):
-        tokenizer = copy.deepcopy(tokenizers["bpe"])
-        tokenizer.chat_template = template
-        members[name] = (plant(family, seed=seed), tokenizer)
-    return members
+    """Three models of one function, with windows, and of one template: what one has read is what all would read."""
+    tokenizer = copy.deepcopy(tokenizers["bpe"])
+    tokenizer.chat_template = CHATML
+    model = tiny_model("gemma3", max_position_embeddings=2048, sliding_window=24)
+    return {name: (plant(model, seed=seed), tokenizer) for seed, name in enumerate("abc")}
+
+
+@pytest.fixture(scope="module")
+def templates(models):
+    """The same models, each with a template of its own; the third has none."""
+    found = {}
+    for (name, (model, tokenizer)), template in zip(models.items(), (CHATML, BRACKETS, None), strict=True):
+        found[name] = model, copy.deepcopy(tokenizer)
+        found[name][1].chat_template = template
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +74,22 @@ def conversation(models, mappers):
     return Conversation(models, mappers, **UNGATED)
 
 
-def reply(conversation, name, message=None, new=5, **options):
-    options = {"max_new_tokens": new, "do_sample": False} | options
+class Saying(LogitsProcessor):
+    """Lets a model say what is wanted, whatever its logits are."""
+
+    def __init__(self, ids):
+        self.ids, self.said = ids, 0
+
+    def __call__(self, input_ids, scores):
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self.ids[self.said]] = 0
+        self.said += 1
+        return only
+
+
+def reply(conversation, name, message=None, **options):
+    ids = conversation.models[name][1](ANSWERS[len(conversation.messages) // 2 % len(ANSWERS)]).input_ids
+    options = {"max_new_tokens": len(ids), "logits_processor": [Saying(ids)], "do_sample": False} | options
     return conversation.reply(name, message, output_logits=True, return_dict_in_generate=True, **options)
 
 
@@ -89,7 +112,7 @@ def test_twelve_turns_in_any_order_are_as_native(models, mappers, order):
     conversation = Conversation(models, mappers, **UNGATED)
     translated = {}
     for turn, name in enumerate(order):
-        answer = reply(conversation, name, QUESTIONS[turn % len(QUESTIONS)], new=4)
+        answer = reply(conversation, name, QUESTIONS[turn % len(QUESTIONS)])
         assert_native(conversation, name, answer)
         assert answer.report.reasons == ()
         for source, tokens in answer.report.translated_tokens.items():
@@ -105,12 +128,14 @@ def test_twelve_turns_in_any_order_are_as_native(models, mappers, order):
         assert sum(translated.values()) > 0
 
 
-def test_each_model_finds_its_own_cache(conversation):
-    first = conversation.read_reply("a", QUESTIONS[0], SENTENCES[3])
+def test_each_model_finds_its_own_cache(templates, mappers):
+    conversation = Conversation(templates, mappers, **UNGATED)
+    first = reply(conversation, "a", QUESTIONS[0])
     assert (first.report.kept_tokens, first.report.translated_tokens) == (0, {})
     assert first.report.transfer is None
+    assert_native(conversation, "a", first)
     held = len(conversation.readers("a"))
-    second = conversation.read_reply("b", QUESTIONS[1], SENTENCES[4])
+    second = reply(conversation, "b", QUESTIONS[2])
     assert second.report.kept_tokens == 0
     # What `a` has read and said; but what `b` reads first it reads itself.
     assert second.report.translated_tokens["a"] > 20
@@ -119,45 +144,38 @@ def test_each_model_finds_its_own_cache(conversation):
     # All of it, up to where its template goes on behind the reply.
     assert third.report.kept_tokens == held
     # The last question of the user and the reply to it are all that `a` lacks and `b` has read.
-    tokenizer = conversation.models["a"][1]
-    tokens = sum(len(tokenizer(text).input_ids) for text in (QUESTIONS[1], SENTENCES[4]))
+    tokens = sum(len(templates["a"][1](text).input_ids) for text in (QUESTIONS[2], second.text))
     assert third.report.translated_tokens["b"] == tokens
     assert str(third.report).startswith(f"a: {held} tokens kept, {tokens} translated from b, ")
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 3
-    assert conversation.messages[3]["content"] == SENTENCES[4] == second.text == str(second)
+    assert conversation.messages[3]["content"] == second.text == str(second) == ANSWERS[1]
     assert conversation.turns == [first.report, second.report, third.report]
-    assert_native(conversation, "a", third)
 
 
-def test_a_translation_is_not_translated_again(conversation):
+def test_a_translation_is_not_translated_again(models, mappers):
     """`c` can have from `b` only what `b` has read, and has no mapper for the rest."""
-    conversation.mappers.pop(("a", "c"))
+    conversation = Conversation(models, {pair: m for pair, m in mappers.items() if pair != ("a", "c")}, **UNGATED)
     reply(conversation, "a", QUESTIONS[0])
     reply(conversation, "b", QUESTIONS[1])
     third = reply(conversation, "c", QUESTIONS[2])
     assert set(third.report.translated_tokens) == {"b"}
     assert third.report.reasons == ("there is no mapper from a to c",)
     assert_native(conversation, "c", third)
-    readers = conversation.readers("c")
-    text = conversation.models["c"][1].decode(third.output.sequences[0])
-    assert QUESTIONS[0] in text
-    inside = len(conversation.models["c"][1](text[: text.index(QUESTIONS[0]) + len(QUESTIONS[0])]).input_ids)
-    assert set(readers[:inside]) == {"c"}
+    readers, of_b = conversation.readers("c"), conversation.readers("b")
+    assert {of_b[i] for i, reader in enumerate(readers[: len(of_b)]) if reader == "b"} == {"b"}
+    assert {readers[i] for i, reader in enumerate(of_b) if reader == "a"} == {"c"}
 
 
-def test_models_of_one_template_share_what_it_adds(conversation):
-    """Nothing of a span that another model has read is read again between its messages."""
-    conversation.models["b"][1].chat_template = CHATML
-    try:
+def test_templates_that_differ_are_read(models, templates, mappers):
+    """And nothing is read again between messages where two models have the same one."""
+    for members, shared in ((models, True), (templates, False)):
+        conversation = Conversation(members, mappers, **UNGATED)
         reply(conversation, "a", QUESTIONS[0])
         reply(conversation, "a", QUESTIONS[1])
-        answer = reply(conversation, "b", QUESTIONS[2])
-    finally:
-        conversation.models["b"][1].chat_template = BRACKETS
-    readers = conversation.readers("b")
-    first, last = readers.index("a"), len(readers) - readers[::-1].index("a")
-    assert set(readers[first:last]) == {"a"}
-    assert_native(conversation, "b", answer)
+        reply(conversation, "b", QUESTIONS[2])
+        readers = conversation.readers("b")
+        first, last = readers.index("a"), len(readers) - readers[::-1].index("a")
+        assert (set(readers[first:last]) == {"a"}) is shared
 
 
 def test_short_runs_are_read(models, mappers):
@@ -289,7 +307,7 @@ def test_save_and_load(conversation, models, mappers, tmp_path):
 
 
 def test_damaged_files(conversation, models, tmp_path):
-    reply(conversation, "a", QUESTIONS[0], new=2)
+    reply(conversation, "a", QUESTIONS[0])
     conversation.save(tmp_path)
     with pytest.raises(ConversationError, match=r"was saved with models \['a'\].*\['b'\]"):
         Conversation.load(tmp_path, {"b": models["b"]})
@@ -315,7 +333,7 @@ def test_damaged_files(conversation, models, tmp_path):
 def test_the_ceiling_of_memory(conversation):
     for turn, name in enumerate("abc"):
         reply(conversation, name, QUESTIONS[turn])
-    whole = conversation.num_bytes()
+    whole = int(1.2 * conversation.num_bytes())
     conversation.max_bytes = whole
     answer = reply(conversation, "b", QUESTIONS[3])
     assert answer.report.evicted == ("a",)
@@ -334,14 +352,16 @@ def test_the_ceiling_of_memory(conversation):
     assert_native(conversation, "b", reply(conversation, "b", QUESTIONS[3]))
 
 
-def test_beams_sampling_and_assisted_decoding(conversation):
-    reply(conversation, "a", QUESTIONS[0])
-    for options in ({"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}):
-        before = len(conversation.messages)
-        conversation.reply("b", QUESTIONS[1], **{"max_new_tokens": 6, "do_sample": False} | options)
-        for name in "ab":
+def test_beams_and_assisted_decoding(models, mappers):
+    for options, dropped in (({"num_beams": 3}, False), ({"prompt_lookup_num_tokens": 2}, True)):
+        conversation = Conversation(models, mappers, **UNGATED)
+        reply(conversation, "a", QUESTIONS[0])
+        answer = conversation.reply("b", QUESTIONS[1], max_new_tokens=6, do_sample=False, **options)
+        assert bool(answer.report.reasons) is dropped
+        assert len(conversation.readers("b")) == (0 if dropped else answer.output.shape[1])
+        # What it has said is no text, and is read by whoever comes next.
+        for name in "ba":
             assert_native(conversation, name, reply(conversation, name, QUESTIONS[2]))
-        assert len(conversation.messages) == before + 6
 
 
 def test_a_reply_that_is_given(conversation):
@@ -359,11 +379,11 @@ def test_a_reply_that_is_given(conversation):
     assert_native(conversation, "a", reply(conversation, "a", QUESTIONS[2]))
 
 
-def test_a_model_without_a_template_does_not_speak_for_others(models, monkeypatch):
+def test_a_model_without_a_template_does_not_speak_for_others(templates, monkeypatch):
     """It goes on with the next message, which is not part of its reply."""
-    conversation = Conversation(models)
+    conversation = Conversation(templates)
     said = " The silt.\n\nUser: And the fish?\n\nAssistant: Fish"
-    tokenizer = models["c"][1]
+    tokenizer = templates["c"][1]
     new = tokenizer(said, return_tensors="pt").input_ids
 
     def generated(model, inputs, cache, **options):
@@ -375,9 +395,9 @@ def test_a_model_without_a_template_does_not_speak_for_others(models, monkeypatc
         patch.setattr(conversation_module, "generate", generated)
         answer = conversation.reply("c", QUESTIONS[0])
     assert answer.text == conversation.messages[1]["content"] == "The silt."
-    answer = reply(conversation, "c", QUESTIONS[1])
+    answer = reply(conversation, "c", QUESTIONS[2])
     prompt = tokenizer.decode(answer.output.sequences[0, : -answer.report.reply_tokens])
-    assert prompt == f"User: {QUESTIONS[0]}\n\nAssistant: The silt.\n\nUser: {QUESTIONS[1]}\n\nAssistant:"
+    assert prompt == f"User: {QUESTIONS[0]}\n\nAssistant: The silt.\n\nUser: {QUESTIONS[2]}\n\nAssistant:"
     assert_native(conversation, "c", answer)
 
 

@@ -3,6 +3,7 @@ import pytest
 from hf_kvtransfer import FidelityReport, KVMapper
 
 from ..hub_server import HubServer, use_hub
+from ..tiny_tokenizers import SENTENCES
 
 
 def test_fit(run_example):
@@ -27,14 +28,12 @@ def test_evaluate_and_gate(run_example, pair, tmp_path, capsys):
 
 
 def test_cascade(run_example):
-    arguments = ("--small", "{model}", "--large", "{model}", "--mapper", "{mapper}", "--new-tokens", "6")
-    output = run_example(
-        "cascade.py", "The farmers wait for the flood.", "And the delta?", *arguments, "--sure", "1.1"
-    )
+    arguments = ["--small", "{model}", "--large", "{model}", "--mapper", "{mapper}", "--new-tokens", "6"]
+    output = run_example("cascade.py", SENTENCES[0], SENTENCES[4], *arguments, "--sure", "1.1")
     # Nobody is that sure, and the large model is handed what the small one has read of both questions.
     assert output.count("large: ") == 4
     assert output.count(" translated from small, ") == 2
-    assert "small: " in run_example("cascade.py", "The farmers wait.", *arguments, "--sure", "0")
+    assert "small: 0 tokens kept, " in run_example("cascade.py", SENTENCES[0], *arguments, "--sure", "0")
 
 
 def test_device_map(run_example):
