@@ -19,13 +19,13 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
         first = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-        self._front, self._behind = full[:first], full[first + len(bare) :]
+        self.front, self._behind = full[:first], full[first + len(bare) :]
 
     def encode(self, text: str) -> tuple[list[int], list[Span]]:
         """Ids of a prompt, and the characters that each stands for."""
         ids, spans = encode_with_spans(self.tokenizer, text)
-        front, end = len(self._front), len(ids) - len(self._behind)
-        begin = front if ids[front : 2 * front] == self._front else 0
+        front, end = len(self.front), len(ids) - len(self._behind)
+        begin = front if ids[front : 2 * front] == self.front else 0
         return ids[begin:end], spans[begin:end]
 
     def continuation(self, context: str, context_ids: list[int], text: str, max_tokens: int) -> tuple[list[int], int]:
@@ -47,10 +47,10 @@ class PromptEncoder:
         if ids[:first] != context_ids:
             # Written together, some token reaches over the boundary: a model that continues from the context cannot.
             ids, spans = self.encode(text)
-            first, begin = len(self._front), 0
+            first, begin = len(self.front), 0
         ids, spans = ids[first : first + max_tokens], spans[first : first + max_tokens]
         return ids, spans[-1][1] - begin if spans else 0
 
     def text_to_read(self, rendering: str) -> str:
         """A chat template's text without what the tokenizer itself will put in front of it."""
-        return rendering.removeprefix("".join(self.tokenizer.convert_ids_to_tokens(self._front)))
+        return rendering.removeprefix("".join(self.tokenizer.convert_ids_to_tokens(self.front)))

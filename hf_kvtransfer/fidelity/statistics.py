@@ -179,7 +179,7 @@ class _Scores:
             return shares
         sums = np.zeros((len(documents), len(totals)))
         np.add.at(sums, place, above_floor)
-        bounds = _interval(resampled_totals(sums))
+        bounds = share_intervals(resampled_totals(sums))
         if bounds is None:
             return absent
         return [share | {"low": low, "high": high} for share, low, high in zip(shares, *bounds.tolist(), strict=True)]
@@ -200,7 +200,7 @@ def resampled_totals(sums: np.ndarray) -> np.ndarray:
     return totals
 
 
-def _interval(totals: np.ndarray) -> np.ndarray | None:
+def share_intervals(totals: np.ndarray) -> np.ndarray | None:
     """Both ends `[2, columns]` of each column's share of the first one, `None` if that is not clearly positive."""
     positive = totals[:, :1] > _POSITIVE
     cut = int(_TAIL * len(totals))
