@@ -11,7 +11,7 @@ from .offloading import unchanged_offloading
 
 
 # Of all tokens, above which it does not pay to look up what the distinct ones give.
-_MAX_DISTINCT = 0.75
+_MAX_DISTINCT = 2 / 3
 # Tokens of a row that are compared at a time.
 _BLOCK = 256
 

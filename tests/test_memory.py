@@ -9,32 +9,20 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.memory import LiveTensors, temporary_memory
-from hf_kvtransfer import FidelityGate, KVGeometry, KVMapper, KVMapperConfig, SourceKV
+from hf_kvtransfer import FidelityGate, SourceKV
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from .tiny_models import identity_mapper, random_ids, tiny_model, ungated_cache
+from .tiny_models import identity_mapper, random_ids, random_mapper, tiny_model, ungated_cache
 
 
 UNGATED = {"gate": FidelityGate(strict=False)}
-# Which source layers each target layer reads.
-READ = ([0], [0, 1], [1, 3, 0], [3])
 
 
 @pytest.fixture(scope="module")
 def pair():
     room = {"max_position_embeddings": 4096}
     return tiny_model("llama", **room), tiny_model("gemma3", seed=1, sliding_window=4096, **room)
-
-
-def random_mapper(source, target, tokenizers=(None, None), token_features=0, read=READ):
-    sides = [
-        {"name": "tiny", "geometry": KVGeometry.from_model(model).to_dict(), "tokenizer": tokenizer}
-        for model, tokenizer in zip((source, target), tokenizers, strict=True)
-    ]
-    layers = [{"kind": "linear", "source_layers": list(chosen)} for chosen in read]
-    config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=token_features)
-    return KVMapper(config).eval()
 
 
 def test_live_tensors_are_counted():

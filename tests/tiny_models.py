@@ -1,6 +1,7 @@
 """Tiny random models built in code, and targets planted in them: the exact mapper is known."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ COMMON = {
     "eos_token_id": None,
 }
 FAMILIES = ("llama", "qwen3", "gemma3", "mixtral")
+# Which source layers each target layer of a random mapper reads.
+READ = ([0], [0, 1], [1, 3, 0], [3])
 
 
 def tiny_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
@@ -136,6 +139,26 @@ def planted_mapper(source: PreTrainedModel, target: PreTrainedModel, tokenizer: 
             given, wanted = (features.flatten(0, 1).double() for features in states)
             layer_map.weight.copy_(torch.linalg.lstsq(given, wanted).solution.T)
     return mapper.eval()
+
+
+def random_mapper(
+    source: PreTrainedModel,
+    target: PreTrainedModel,
+    tokenizers: tuple[str | None, str | None] = (None, None),
+    token_features: int = 0,
+    read: Sequence[Sequence[int]] = READ,
+) -> KVMapper:
+    """Linear maps with random weights; `read` are the source layers of each target layer."""
+    sides = [
+        {"name": "tiny", "geometry": KVGeometry.from_model(model).to_dict(), "tokenizer": tokenizer}
+        for model, tokenizer in zip((source, target), tokenizers, strict=True)
+    ]
+    layers = [{"kind": "linear", "source_layers": list(chosen)} for chosen in read]
+    config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=token_features)
+    mapper, generator = KVMapper(config).eval(), torch.Generator().manual_seed(0)
+    for weight in mapper.parameters():
+        nn.init.normal_(weight, std=0.1, generator=generator)
+    return mapper
 
 
 def with_native_layers(mapper: KVMapper, native_layers: int, token_features: int = 64) -> KVMapper:

@@ -110,8 +110,8 @@ def affine(
         else:
             products = token_features @ block
             flat = output.view(*output.shape[:-3], token_index.numel(), -1)
-            for part, rows in zip(flat.split(_BLOCK, -2), token_index.flatten().split(_BLOCK), strict=True):
-                part += products.index_select(-2, rows)
+            for number, rows in enumerate(token_index.flatten().split(_BLOCK)):
+                flat.narrow(-2, number * _BLOCK, len(rows)).add_(products.index_select(-2, rows))
     return output
 
 

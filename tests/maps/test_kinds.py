@@ -116,6 +116,30 @@ def test_formula(name, token_features, indexed):
 
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("name", SPECS)
+def test_distinct_tokens(name, indexed):
+    """Features of distinct tokens and each token's row of them are as good as the features of each token."""
+    layer_map = random_map(name, TOKEN_FEATURES)
+    states, tokens, index = inputs(layer_map, TOKEN_FEATURES, indexed)
+    rows = torch.arange(tokens.shape[0] * tokens.shape[1]).view(tokens.shape[:2]) * 3 % 5
+    distinct = tokens[0, :5]
+    actual = layer_map(states, distinct, index, rows)
+    torch.testing.assert_close(actual, layer_map(states, distinct[rows], index))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_range_of_tokens(name):
+    """Of a batch, where it is no contiguous piece of memory."""
+    layer_map = random_map(name, 0)
+    states, _, _ = inputs(layer_map, 0, False)
+    ranges = [part[:, 2:6] for part in states]
+    index = torch.tensor([[0, 1, 1, 3], [3, 2, 0, 0]])
+    torch.testing.assert_close(layer_map(ranges), layer_map([part.contiguous() for part in ranges]))
+    copies = layer_map([part.contiguous() for part in ranges], None, index)
+    torch.testing.assert_close(layer_map(ranges, None, index), copies)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("name", SPECS)
 def test_bfloat16_features(name, indexed):
     layer_map = random_map(name, TOKEN_FEATURES)
     states, tokens, index = inputs(layer_map, TOKEN_FEATURES, indexed, dtype=torch.bfloat16)
