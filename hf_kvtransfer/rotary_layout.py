@@ -45,7 +45,7 @@ def turn(
     first, second = first.float(), second.float()
     out_first, out_second = _parts(out, layer)
     end = layer.offset + layer.rotary_dim
-    if out.dtype == torch.float32 and out.untyped_storage().data_ptr() != key_states.untyped_storage().data_ptr():
+    if out.dtype == torch.float32 and out.untyped_storage()._cdata != key_states.untyped_storage()._cdata:
         torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
         torch.mul(second, cos, out=out_second).addcmul_(first, sin)
     else:
