@@ -26,9 +26,6 @@ class Growth:
     fixed: float
     rate: float
 
-    def __str__(self) -> str:
-        return f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
 
 def fit_growth(tokens: Sequence[float], values: Sequence[float], has_fixed: bool = True, seed: int = 0) -> Growth:
     """

@@ -16,6 +16,7 @@ from hf_kvtransfer import KVGeometry
 from hf_kvtransfer.compat import read_into_cache
 
 from .tiny_models import random_ids, tiny_model
+from .tiny_tokenizers import byte_level_bpe
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -103,6 +104,21 @@ def test_growth_is_measured_and_drawn(configs, tmp_path):
     pytest.importorskip("matplotlib")
     growth.draw(results["measured"], results["exponents"], tmp_path / "growth.svg")
     assert "tokens" in (tmp_path / "growth.svg").read_text()
+
+
+def test_growth_of_the_demo_pair_is_measured_on_text(tmp_path, monkeypatch):
+    models = tiny_model("llama"), tiny_model("gemma3", seed=1)
+    geometries = [KVGeometry.from_model(model) for model in models]
+    random_mapper(*geometries, 64, 2, torch.float32, "cpu").save_pretrained(tmp_path / "mapper")
+    monkeypatch.setattr(growth, "load_demo_model", lambda name: (models["gemma" in name], byte_level_bpe()))
+    monkeypatch.setattr(growth, "FILES", ("LICENSE",))
+    lengths = ["--lengths", "48", "--fit-tokens", "1536", "--runs", "1", "--threads", "1"]
+    growth.main([str(tmp_path / "growth"), "--mapper", str(tmp_path / "mapper"), *lengths])
+    results = json.loads((tmp_path / "growth.json").read_text())
+    assert {name: len(measured) for name, measured in results["measured"].items()} == dict.fromkeys(
+        ("fit", "fit memory", "prefill", "bind", "translation", "handoff", "temporary layers"), 1
+    )
+    assert results["exponents"] == {}
 
 
 def test_a_geometry_runs_with_random_weights_and_fewer_layers(configs, tmp_path):
