@@ -45,17 +45,16 @@ def hub_folders(tokenizers, tmp_path_factory):
     for name, (model, tokenizer) in models.items():
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-    pieces = CONTEXT.split("\n\n")
-    dialogue = [{"role": role, "content": "The harbour waits for the boats."} for role in ("user", "assistant") * 2]
+    pieces = [piece[:400] for piece in CONTEXT.split("\n\n")]
+    reply = {"role": "assistant", "content": "The harbour waits for the boats."}
     rows = {
         "held_out.jsonl": [{"text": piece} for piece in pieces[:3]],
-        "dialogues.jsonl": [
-            {"messages": [{"role": "user", "content": piece[:60]}, *dialogue[1:]]} for piece in pieces[:3]
-        ],
+        "dialogues.jsonl": [{"messages": [{"role": "user", "content": piece}, reply]} for piece in pieces[:3]],
     }
     for name, lines in rows.items():
         (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (root / "calibration.txt").write_text("\n\n".join(pieces * 2), encoding="utf-8")
+    # Texts are cut from it 2,000 characters at a time, and every tenth is held out.
+    (root / "calibration.txt").write_text("\n\n".join(pieces * 8), encoding="utf-8")
     (root / "story.txt").write_text(CONTEXT[:300], encoding="utf-8")
     mapper = fit_mapper(
         models["org/source"][0],

@@ -21,7 +21,7 @@ def pair(tokenizers, tmp_path_factory):
     tokenizers["bpe"].save_pretrained(root / "model")
     identity_mapper(model).save_pretrained(root / "mapper")
     (root / "context.txt").write_text(CONTEXT[:400], encoding="utf-8")
-    pieces = CONTEXT.split("\n\n")
+    pieces = [piece[:400] for piece in CONTEXT.split("\n\n")]
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces * 3))
     torch.manual_seed(0)
     ids = model.generate(random_ids(model, 4, 8), max_new_tokens=330, do_sample=True, top_k=0, pad_token_id=0)
