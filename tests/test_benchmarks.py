@@ -8,15 +8,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from benchmarks import growth, roofline
+from benchmarks import conversation, growth, roofline
 from benchmarks.counting import attended, map_weights, prefill_flops, translation_bytes, weight_bytes
 from benchmarks.exponents import fit_growth
 from benchmarks.random_pair import geometry_on_meta, map_specs, random_mapper, random_model
 from hf_kvtransfer import KVGeometry
 from hf_kvtransfer.compat import read_into_cache
 
-from .tiny_models import random_ids, tiny_model
-from .tiny_tokenizers import byte_level_bpe
+from .tiny_models import identity_mapper, random_ids, tiny_model
+from .tiny_tokenizers import SENTENCES, byte_level_bpe
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
@@ -132,3 +132,46 @@ def test_a_geometry_runs_with_random_weights_and_fewer_layers(configs, tmp_path)
     (measured,) = found["lengths"].values()
     assert measured["scaled"]["prefill"] == 2 * measured["seconds"]["prefill"]
     assert set(measured["share_of_bound"]) == {"prefill", "translation"}
+
+
+def test_turns_of_a_dialogue():
+    messages = [{"role": role, "content": f"{role} {i} "} for i, role in enumerate("AuAAutuA")]
+    roles = {"A": "assistant", "u": "user", "t": "tool"}
+    messages = [message | {"role": roles[message["role"]]} for message in messages]
+    found = [([m["content"] for m in before], reply) for before, reply in conversation.turns(messages)]
+    # What the assistant says first replies to nothing, and what it says twice in a row is one reply.
+    assert found == [(["u 1 "], "A 2\n\nA 3"), (["u 4 ", "t 5 ", "u 6 "], "A 7")]
+
+
+def test_the_slope_of_a_difference_over_turns():
+    def row(dialogue, turn, gap, positions):
+        losses = {"native_loss": positions * 2.0, "translated_loss": positions * (2.0 + gap)}
+        return {"dialogue": dialogue, "turn": turn, "positions": positions} | losses
+
+    rows = [row(d, turn, 0.1 * turn, 5 + turn + d) for d in range(3) for turn in range(2, 6)]
+    rows += [row(d, 1, 9.0, 10) for d in range(3)]  # the first turn has nothing to translate
+    assert conversation.slope(rows) == pytest.approx(0.1)
+    assert conversation.interval(rows) == pytest.approx([0.1, 0.1])
+    assert conversation.interval(rows[:4]) is None
+
+
+def test_the_conversation_benchmark(tokenizers, tmp_path, monkeypatch, capsys):
+    """With the identity between a model and itself nothing is lost, and every token is accounted for."""
+    model = tiny_model("llama", max_position_embeddings=2048)
+    monkeypatch.setattr(conversation, "load_demo_model", lambda name: (model, tokenizers["bpe"]))
+    identity_mapper(model).save_pretrained(tmp_path / "mapper")
+    contents = [*SENTENCES[:3], *SENTENCES[3:], *SENTENCES[:3]]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    (tmp_path / "dialogues.jsonl").write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    arguments = ["dialogues.jsonl", "--turns", "4", "--mapper", "mapper", "--back", "mapper", "--json", "out.json"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["conversation.py", *arguments])
+    conversation.main()
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["turn"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["translated_loss"] == pytest.approx(row["native_loss"], abs=0.01) for row in rows)
+    assert all(row["translated"] > 0 for row in rows[1:])
+    output = capsys.readouterr().out
+    for name in conversation.NAMES:
+        translated = sum(row["translated"] for row in rows if row["model"] == name)
+        assert f"{translated} not read by itself, {translated} translated; 0 cut off again" in output

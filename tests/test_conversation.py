@@ -27,7 +27,7 @@ from .tiny_tokenizers import SENTENCES
 
 
 # What the models are made to say: what they would say themselves is often no text.
-ANSWERS = [SENTENCES[3], SENTENCES[0], "It gives them silt, water and fish.", SENTENCES[2]]
+ANSWERS = ["It gives them silt, water and fish.", "The river carries silt.", "Where the farmers wait.", "Zwölf."]
 UNGATED = {"gate": FidelityGate(strict=False), "min_tokens": 1}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -179,7 +179,7 @@ def test_templates_that_differ_are_read(models, templates, mappers):
 
 
 def test_short_runs_are_read(models, mappers):
-    conversation = Conversation(models, mappers, gate=FidelityGate(strict=False), min_tokens=30)
+    conversation = Conversation(models, mappers, gate=FidelityGate(strict=False), min_tokens=200)
     reply(conversation, "a", "Fish?")
     assert reply(conversation, "b", "And silt?").report.translated_tokens == {}
 
