@@ -1,6 +1,6 @@
 """Several models, one conversation: each reads only what no other has read for it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -9,12 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .cache import TranslatedCache
 from .compat import read_into_cache, token_losses
 from .conversation_files import load_logs, save_logs
-from .conversation_handoff import Handoff, hold_all
+from .conversation_handoff import Handoff, hold_all, sources_of
 from .conversation_log import ModelLog
 from .conversation_plan import Run, plan_runs
 from .conversation_prompt import ReadText, encode_reply, render_prompt
 from .conversation_turn import Reply, TurnReport
-from .errors import ConversationError, KVTransferError, UnknownModelError
+from .errors import ConversationError, UnknownModelError
 from .fidelity.chat import Message
 from .fidelity.gate import FidelityGate
 from .fidelity.rows import parse_message
@@ -22,7 +22,6 @@ from .generation import generate
 from .identity import ModelIdentity
 from .mapper import KVMapper
 from .segment import Segment
-from .source import SourceKV
 
 
 Members = Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]
@@ -265,7 +264,7 @@ class Conversation:
         kept = 0 if log is None else log.common_prefix(prompt.ids)
         runs = self._plan(name, prompt, kept, reasons)
         segments, done, used = [], kept, []
-        for run, kv in self._sources(runs, reasons):
+        for run, kv in sources_of(runs, self._logs, self.models, reasons):
             if run.start > done:
                 segments.append(Segment(done, run.start))
             segments.append(Segment(run.start, run.stop, kv, self.mappers[run.model, name]))
@@ -303,23 +302,6 @@ class Conversation:
             for other in sorted(new):
                 self._identify(other, reasons)
             identified |= new
-
-    def _sources(self, runs: list[Run], reasons: list[str]) -> Iterator[tuple[Run, SourceKV]]:
-        """What the models have read of each run. Runs of one stretch are cut from one piece."""
-        pieces: dict[tuple[str, tuple[int, int]], list[Run]] = {}
-        for run in runs:
-            stretch = self._logs[run.model].stretch(run.model, run.first)
-            pieces.setdefault((run.model, stretch), []).append(run)
-        found: dict[Run, SourceKV] = {}
-        for (model, _), members in pieces.items():
-            first, last = min(run.first for run in members), max(run.last for run in members)
-            try:
-                kv = self._logs[model].source_kv(*self.models[model], first, last)
-            except KVTransferError as error:
-                reasons.append(f"what {model} has read cannot be handed over: {error}")
-            else:
-                found |= {run: kv[run.first - first : run.last - first] for run in members}
-        return ((run, found[run]) for run in runs if run in found)
 
     def _evict(self) -> tuple[str, ...]:
         """Give up the caches that have not been used for longest, until the others are small enough."""

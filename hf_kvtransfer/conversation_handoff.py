@@ -1,16 +1,18 @@
 """A handoff within a conversation, and the cache that it leaves behind."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import TranslatedCache
 from .compat import read_into_cache
 from .conversation_log import ModelLog
 from .conversation_plan import Run
+from .errors import KVTransferError
 from .segment import Segment
+from .source import SourceKV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,39 @@ class Handoff:
             reader if number < len(translated) and translated[number] else name
             for number, reader in enumerate(readers)
         ]
+
+
+def sources_of(
+    runs: Sequence[Run],
+    logs: Mapping[str, ModelLog],
+    models: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
+    reasons: list[str],
+) -> Iterator[tuple[Run, SourceKV]]:
+    """
+    What the models have read of each run. Runs of one stretch are cut from one piece.
+
+    Args:
+        runs (`Sequence[Run]`):
+            What is to be translated.
+        logs (`Mapping[str, ModelLog]`), models (`Mapping[str, tuple]`):
+            By name.
+        reasons (`list[str]`):
+            Is told why a run is left out.
+    """
+    pieces: dict[tuple[str, tuple[int, int]], list[Run]] = {}
+    for run in runs:
+        stretch = logs[run.model].stretch(run.model, run.first)
+        pieces.setdefault((run.model, stretch), []).append(run)
+    found: dict[Run, SourceKV] = {}
+    for (name, _), members in pieces.items():
+        first, last = min(run.first for run in members), max(run.last for run in members)
+        try:
+            kv = logs[name].source_kv(*models[name], first, last)
+        except KVTransferError as error:
+            reasons.append(f"what {name} has read cannot be handed over: {error}")
+        else:
+            found |= {run: kv[run.first - first : run.last - first] for run in members}
+    return ((run, found[run]) for run in runs if run in found)
 
 
 def hold_all(
