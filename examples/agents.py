@@ -55,7 +55,7 @@ def main():
     models = {"SmolLM2": load_demo_model("smollm2-135m-instruct"), "Gemma": load_demo_model("gemma-3-270m")}
     options = {"max_new_tokens": 48, "do_sample": False}
     native = TransformersBackend(models, **options)
-    translated = TransformersBackend(models, {("SmolLM2", "Gemma"): MAPPER}, gate=GATE, **options)
+    translated = TransformersBackend(models, {("SmolLM2", "Gemma"): MAPPER}, conversation={"gate": GATE}, **options)
     router = FixedRoutes(["SmolLM2", "Gemma"], cycle=True)
     comparison = compare([lambda: Reports(story)], router, native, translated)
     outcome = comparison.outcomes[0]
@@ -65,11 +65,10 @@ def main():
             cache = turn.cache
             print(
                 f"{turn.model}: {len(turn.input_ids)} tokens, {cache.held_tokens} in its cache, "
-                f"{cache.translated_tokens} translated, {cache.read_tokens} read; "
-                f"{turn.transfer_seconds + turn.generate_seconds:.2f} s"
+                f"{sum(cache.translated_tokens.values())} translated, {cache.read_tokens} read; {turn.seconds:.2f} s"
             )
             for reason in cache.reasons:
-                print(f"    not translated: {reason}")
+                print(f"    because {reason}")
             print(f"    {turn.text!r}")
     print(f"\n{comparison}")
 

@@ -21,6 +21,7 @@ from .fidelity.rows import parse_message
 from .generation import generate
 from .identity import ModelIdentity
 from .mapper import KVMapper
+from .policy import TransferPolicy
 from .segment import Segment
 
 
@@ -48,6 +49,9 @@ class Conversation:
             As of [`TranslatedCache`].
         min_tokens (`int`, *optional*, defaults to 16):
             Fewer tokens in a row are read rather than translated: to read a few takes hardly longer than to read one.
+        policies (`dict[tuple[str, str], TransferPolicy]`, *optional*):
+            For a source and a target who decides whether tokens in a row are worth a handoff. By default any are that
+            are not too few.
         max_bytes (`int`, *optional*):
             How much all caches may hold after a turn. Beyond that those of the models that have not replied for
             longest are given up: such a model begins anew, from what others have read.
@@ -59,7 +63,7 @@ class Conversation:
             What became of each turn.
 
     Raises:
-        `UnknownModelError`: a mapper is for a model that is not there.
+        `UnknownModelError`: a mapper or a policy is for a model that is not there.
 
     Example:
 
@@ -79,10 +83,11 @@ class Conversation:
         gate: FidelityGate | None = None,
         probe_tokens: int | None = None,
         min_tokens: int = 16,
+        policies: Mapping[tuple[str, str], TransferPolicy] | None = None,
         max_bytes: int | None = None,
     ):
-        self.models, self.mappers = dict(models), dict(mappers or {})
-        for pair in self.mappers:
+        self.models, self.mappers, self.policies = dict(models), dict(mappers or {}), dict(policies or {})
+        for pair in [*self.mappers, *self.policies]:
             for name in pair:
                 self._member(name)
         self.gate, self.probe_tokens, self.min_tokens, self.max_bytes = gate, probe_tokens, min_tokens, max_bytes
@@ -298,10 +303,18 @@ class Conversation:
             runs = plan_runs(prompt, kept, logs, self.min_tokens)
             new = {run.model for run in runs} - identified
             if not new:
-                return runs
+                return [run for run in runs if self._is_worth_it(run, name, reasons)]
             for other in sorted(new):
                 self._identify(other, reasons)
             identified |= new
+
+    def _is_worth_it(self, run: Run, name: str, reasons: list[str]) -> bool:
+        policy = self.policies.get((run.model, name))
+        decision = None if policy is None else policy.decide(run.stop - run.start)
+        if decision is None or decision.choice == "transfer":
+            return True
+        reasons.append(f"tokens {run.start} to {run.stop} are not worth a handoff: {decision.reason}")
+        return False
 
     def _evict(self) -> tuple[str, ...]:
         """Give up the caches that have not been used for longest, until the others are small enough."""

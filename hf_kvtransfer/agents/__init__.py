@@ -1,7 +1,7 @@
 """Agents that several models play by turns: what they need from the library, and how to see what a handoff does."""
 
 from .comparison import Comparison, Outcome, compare
-from .protocols import AgentBackend, AgentEnvironment, CacheHandle, CacheUse, ModelRouter
+from .protocols import AgentBackend, AgentEnvironment, AgentReply, CacheHandle, CacheUse, ModelRouter
 from .retail_desk import RetailDesk
 from .routers import FixedRoutes
 from .trajectory import Trajectory, Turn, sample_trajectory
@@ -11,6 +11,7 @@ from .transformers_backend import TransformersBackend
 __all__ = [
     "AgentBackend",
     "AgentEnvironment",
+    "AgentReply",
     "CacheHandle",
     "CacheUse",
     "Comparison",

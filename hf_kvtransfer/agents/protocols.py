@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..fidelity.chat import Message
 
@@ -54,42 +54,52 @@ class CacheHandle:
     A model's cache, as it is between two turns.
 
     Args:
-        input_ids (`list[int]`):
-            The tokens that it stands for.
-        is_native (`bool`):
-            Whether its model has read all of them itself, so that other models can take it over.
-        cache (`Any`):
-            The backend's own.
+        readers (`list[str]`):
+            For each token that it stands for the model that has read it. Those of others are translated.
     """
 
-    input_ids: list[int]
-    is_native: bool
-    cache: Any
+    readers: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheUse:
     """
-    What stood in a model's cache before it read the rest of its prompt.
+    Where a model had the tokens of its prompt from. The three kinds add up to the prompt.
 
     Args:
         held_tokens (`int`):
-            Tokens of the prompt that the model had in its own cache.
-        translated_tokens (`int`):
-            Tokens that were translated from another model's cache for this turn.
+            Tokens that were in its own cache.
+        translated_tokens (`dict[str, int]`):
+            Tokens that were translated for this turn, by the model that has read them.
         read_tokens (`int`):
-            All others, which the model reads itself.
-        source (`str`, *optional*):
-            Whose cache was asked for, whatever became of it.
+            All others, which the model has read itself now.
         reasons (`tuple[str, ...]`):
-            Why nothing was translated from it.
+            Why it was not less.
     """
 
     held_tokens: int
-    translated_tokens: int
+    translated_tokens: dict[str, int]
     read_tokens: int
-    source: str | None = None
     reasons: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentReply:
+    """
+    What a model has written.
+
+    Args:
+        output_ids (`list[int]`):
+            Token by token.
+        text (`str`):
+            The reply, as the dialogue goes on with it.
+        cache ([`CacheUse`]):
+            What of its prompt it did not have to read.
+    """
+
+    output_ids: list[int]
+    text: str
+    cache: CacheUse
 
 
 class AgentBackend(Protocol):
@@ -113,14 +123,9 @@ class AgentBackend(Protocol):
         """What a model reads before it replies to a dialogue, token by token."""
         ...
 
-    def transfer(self, model: str, input_ids: Sequence[int]) -> CacheUse:
-        """Bring a model's cache as far along a prompt as it gets without the model: what it holds, or another's."""
-        ...
-
-    def generate(self, model: str, input_ids: Sequence[int]) -> list[int]:
-        """Let a model read the rest of a prompt and reply: the ids that it writes."""
-        ...
-
-    def text(self, model: str, output_ids: Sequence[int]) -> str:
-        """What a model has written."""
+    def generate(self, model: str, messages: Sequence[Message]) -> AgentReply:
+        """
+        Transfer to a model what it lacks of a dialogue, and let it reply. Both are one step: if it fails, the caches
+        are as they were, and it can be asked again.
+        """
         ...

@@ -27,7 +27,7 @@ class Turn:
             What it wrote.
         cache ([`CacheUse`]):
             What of its prompt it did not have to read.
-        transfer_seconds (`float`), generate_seconds (`float`):
+        seconds (`float`):
             How long it took.
     """
 
@@ -37,8 +37,7 @@ class Turn:
     output_ids: list[int]
     text: str
     cache: CacheUse
-    transfer_seconds: float
-    generate_seconds: float
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -67,7 +66,7 @@ class Trajectory:
     @property
     def translated_tokens(self) -> int:
         """Tokens of all prompts that came from other models' caches."""
-        return sum(turn.cache.translated_tokens for turn in self.turns)
+        return sum(sum(turn.cache.translated_tokens.values()) for turn in self.turns)
 
     @property
     def read_tokens(self) -> int:
@@ -77,7 +76,7 @@ class Trajectory:
     @property
     def seconds(self) -> float:
         """What all turns took together."""
-        return sum(turn.transfer_seconds + turn.generate_seconds for turn in self.turns)
+        return sum(turn.seconds for turn in self.turns)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -152,20 +151,10 @@ def sample_trajectory(
 def _take_turn(backend: AgentBackend, model: str, messages: list[Message], known: int) -> Turn:
     input_ids = backend.tokens(model, messages)
     began = time.perf_counter()
-    use = backend.transfer(model, input_ids)
-    transferred = time.perf_counter()
-    output_ids = backend.generate(model, input_ids)
-    generated = time.perf_counter()
-    return Turn(
-        model,
-        [dict(message) for message in messages[known:]],
-        list(input_ids),
-        list(output_ids),
-        backend.text(model, output_ids),
-        use,
-        transferred - began,
-        generated - transferred,
-    )
+    reply = backend.generate(model, messages)
+    seconds = time.perf_counter() - began
+    observed = [dict(message) for message in messages[known:]]
+    return Turn(model, observed, list(input_ids), reply.output_ids, reply.text, reply.cache, seconds)
 
 
 def _turn(entries: dict[str, Any]) -> Turn:

@@ -2,7 +2,7 @@
 
 import re
 
-from hf_kvtransfer.agents import CacheHandle, CacheUse
+from hf_kvtransfer.agents import AgentReply, CacheHandle, CacheUse
 
 
 class SmallTalk:
@@ -45,20 +45,14 @@ class ScriptedBackend:
         self.handles, self.resets = {}, self.resets + 1
 
     def tokens(self, model, messages):
-        self.messages = messages
         return [ord(character) for character in "\n".join(message["content"] for message in messages)]
 
-    def transfer(self, model, input_ids):
-        held = len(self.handles[model].input_ids) if model in self.handles else 0
-        return CacheUse(held, 0, len(input_ids) - held)
-
-    def generate(self, model, input_ids):
-        output_ids = [ord(character) for character in self.replies[model](self.messages)]
-        self.handles[model] = CacheHandle([*input_ids, *output_ids], True, None)
-        return output_ids
-
-    def text(self, model, output_ids):
-        return "".join(map(chr, output_ids))
+    def generate(self, model, messages):
+        read = len(self.tokens(model, messages))
+        text = self.replies[model](messages)
+        held = len(self.handles[model].readers) if model in self.handles else 0
+        self.handles[model] = CacheHandle([model] * (read + len(text)))
+        return AgentReply([ord(character) for character in text], text, CacheUse(held, {}, read - held))
 
 
 def careful_clerk(messages):
