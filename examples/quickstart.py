@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, set_seed
 
-from hf_kvtransfer import FidelityGate, KVMapper, SourceKV, TranslatedCache
+from hf_kvtransfer import KVMapper, SourceKV, TranslatedCache
 from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.demo_models import load_demo_model
 
@@ -19,9 +19,6 @@ from hf_kvtransfer.demo_models import load_demo_model
 HERE = Path(__file__).parent
 MAPPER = HERE.parent / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
 NEW_TOKENS = 32
-# What a story asks of the mapper. On dialogues, which are in its evidence too, it recovers less than half of the gap,
-# and the default gate, which looks at the worst of all capabilities, would refuse it.
-GATE = FidelityGate(capabilities=("everyday text", "knowledge", "reasoning"))
 
 
 def continuation_loss(model, input_ids, cache, known):
@@ -49,7 +46,7 @@ def main():
     first_tokens = inputs.input_ids[:, : mapper.config.sink_tokens]
 
     def translated():
-        return TranslatedCache(source_kv, mapper, target, target_tokenizer=target_tokenizer, gate=GATE)
+        return TranslatedCache(source_kv, mapper, target, target_tokenizer=target_tokenizer)
 
     def native():
         return DynamicCache(config=target.config)

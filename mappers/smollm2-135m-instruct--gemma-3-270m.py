@@ -1,78 +1,95 @@
 """
-The recipe of the mapper in the folder of the same name.
+The recipe of the mapper in the folder of the same name: a closed-form fit within a budget, then distillation.
 
     python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl
+
+Goes on where it was interrupted.
 """
 
 import argparse
 import hashlib
 import json
 import resource
+import shutil
 import time
 from pathlib import Path
 
 import torch
+from evidence import FOLDER, SOURCE, TARGET, spread
 
-from hf_kvtransfer import fit_mapper
+from hf_kvtransfer import KVMapper, distill_mapper, fit_mapper
 from hf_kvtransfer.demo_models import DEMO_MODELS, load_demo_model
-from hf_kvtransfer.padding import pad_rows
+from hf_kvtransfer.layer_table import explained_variance
 
 
-SOURCE, TARGET = "smollm2-135m-instruct", "gemma-3-270m"
-FOLDER = Path(__file__).with_suffix("")
-
-
-def forward_seconds(texts, *models):
-    """Seconds that the models take to read the texts, eight of similar length at once, as the fit does."""
-    start = time.perf_counter()
-    for model, tokenizer in models:
-        rows = sorted((tokenizer(text).input_ids for text in texts), key=len)
-        for i in range(0, len(rows), 8):
-            input_ids, mask = pad_rows(rows[i : i + 8])
-            with torch.no_grad():
-                model(input_ids, attention_mask=mask, logits_to_keep=1, use_cache=False)
-    return time.perf_counter() - start
+def read(path):
+    """Texts, without the last tenth of the rows: two rows of one origin that follow each other make one text."""
+    rows = [json.loads(line) for line in path.open(encoding="utf-8")]
+    rows = rows[: len(rows) - round(len(rows) * 0.1)]
+    pieces = {}
+    for row in rows:
+        pieces.setdefault(row["source"], []).append(row["text"])
+    return ["\n\n".join(texts[i : i + 2]) for texts in pieces.values() for i in range(0, len(texts) - 1, 2)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="JSONL with a `text` field in each row; the last tenth is left out")
-    parser.add_argument("--texts", type=int, default=200, help="rows to fit on, spread evenly over the file")
-    parser.add_argument("--num-source-layers", type=int, default=4)
+    parser.add_argument("data", type=Path, help="JSONL of rows with `source` and `text`, the last tenth held out")
+    parser.add_argument("--budget", default="45MB")
+    parser.add_argument("--storage-bits", type=int, default=8)
+    parser.add_argument("--native-layers", type=int, default=0)
+    parser.add_argument("--fit-texts", type=int, default=150)
+    parser.add_argument("--distill-texts", type=int, default=240, help="other texts than those of the fit")
     parser.add_argument("--output", type=Path, default=FOLDER)
     arguments = parser.parse_args()
 
-    content = arguments.data.read_bytes()
-    rows = [json.loads(line)["text"] for line in content.splitlines()]
-    rows = rows[: len(rows) - round(len(rows) * 0.1)]
-    step = len(rows) / min(arguments.texts, len(rows))
-    texts = [rows[int(i * step)] for i in range(min(arguments.texts, len(rows)))]
-
+    texts = read(arguments.data)
+    fit_texts = spread(texts, arguments.fit_texts)
+    known = set(fit_texts)
+    distill_texts = spread([text for text in texts if text not in known], arguments.distill_texts)
     source, source_tokenizer = load_demo_model(SOURCE)
     target, target_tokenizer = load_demo_model(TARGET)
+    tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
+    work = arguments.output / "work"
+    fitted = work / "fitted"
+    if not fitted.exists():
+        start = time.perf_counter()
+        mapper = fit_mapper(
+            source,
+            target,
+            fit_texts,
+            **tokenizers,
+            native_layers=arguments.native_layers,
+            budget=arguments.budget,
+            storage_bits=arguments.storage_bits,
+            max_tokens=None,
+            checkpoint=work,
+        )
+        mapper.save_pretrained(fitted)
+        print(f"Closed form: {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads")
+    mapper = KVMapper.from_pretrained(fitted)
     start = time.perf_counter()
-    mapper = fit_mapper(
-        source,
-        target,
-        texts,
-        source_tokenizer=source_tokenizer,
-        target_tokenizer=target_tokenizer,
-        native_layers=None,
-        num_source_layers=arguments.num_source_layers,
-        max_tokens=None,
-        screening_tokens=32768,
-    )
-    seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    forward = forward_seconds(texts[::4], (source, source_tokenizer), (target, target_tokenizer)) * 4
+    mapper = distill_mapper(mapper, source, target, distill_texts, **tokenizers, checkpoint=work)
+    print(f"Distillation: {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads")
     for side, name in ((mapper.config.source, SOURCE), (mapper.config.target, TARGET)):
         side["name"] = DEMO_MODELS[name].url.removeprefix("https://huggingface.co/")
-    mapper.config.fit["data_sha256"] = hashlib.sha256(content).hexdigest()
+    mapper.config.fit["data_sha256"] = hashlib.sha256(arguments.data.read_bytes()).hexdigest()
     mapper.save_pretrained(arguments.output)
-    explained = torch.tensor([layer["explained_variance"] for layer in mapper.config.fit["layers"]]).mean(0).tolist()
-    print(f"Explained variance, mean over layers: keys {explained[0]:.3f}, values {explained[1]:.3f}")
-    print(f"{len(texts)} texts in {seconds:.0f} s on {torch.get_num_threads()} threads, peak memory {peak:.1f} GiB")
-    print(f"{seconds / forward:.2f} times the two models' plain forward passes (timed on every fourth text)")
+    shutil.rmtree(work)
+
+    explained = explained_variance(mapper)
+    history = mapper.config.fit["distillation"]["held_out_divergence"]
+    print(f"{mapper.num_bytes() / 1e6:.1f} MB, peak memory {peak_gib():.1f} GiB")
+    print(
+        "Held-out variance that the closed form explains, mean over layers: "
+        f"keys {explained['keys']:.3f}, values {explained['values']:.3f}"
+    )
+    best = min(score for _, score in history)
+    print(f"Held-out divergence: {history[0][1]:.4f} before distillation, {best:.4f} after")
+
+
+def peak_gib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 if __name__ == "__main__":

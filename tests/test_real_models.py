@@ -34,10 +34,11 @@ def mapper():
 
 def test_most_of_the_gap_is_recovered(smollm2, gemma, mapper):
     (source, source_tokenizer), (target, target_tokenizer) = smollm2, gemma
+    # In turns: the wrong document is the next one.
     texts = [
         (ROOT / name).read_text(encoding="utf-8")[i : i + 1000]
-        for name in ("examples/harbour.txt", "LICENSE")
         for i in range(0, 4500, 900)
+        for name in ("examples/harbour.txt", "LICENSE")
     ]
     report = evaluate_mapper(
         mapper,
@@ -51,22 +52,20 @@ def test_most_of_the_gap_is_recovered(smollm2, gemma, mapper):
         probe_documents=0,
     )
     arms = report.figures["arms"]
-    assert arms["translated"]["gap_recovered"]["value"] > 0.6
+    assert arms["translated"]["gap_recovered"]["value"] > 0.7
     assert arms["translated"]["agreement"] > arms["no_context"]["agreement"] + 0.1
-    # Another piece of the same texts, in part.
     assert arms["other_document"]["gap_recovered"]["high"] < arms["translated"]["gap_recovered"]["low"]
     assert arms["random_map"]["gap_recovered"]["value"] < 0.1
 
 
-def test_the_shipped_mapper_is_admitted_for_what_it_is_good_at(smollm2, gemma, mapper):
+def test_the_default_gate_admits_the_shipped_mapper(smollm2, gemma, mapper):
     (source, source_tokenizer), (target, target_tokenizer) = smollm2, gemma
-    texts = ("everyday text", "reasoning", "knowledge", "code and documentation")
     models = (mapper, source, target)
     tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
-    verdict = FidelityGate(capabilities=texts).admit(*models, **tokenizers)
+    verdict = FidelityGate().admit(*models, **tokenizers)
     assert verdict.admitted, verdict.reasons
     # What the mean of all text would hide.
-    verdict = FidelityGate().admit(*models, **tokenizers)
+    verdict = FidelityGate(min_gap_recovered=0.9).admit(*models, **tokenizers)
     assert not verdict.admitted
     assert "in its worst capability (dialogue)" in verdict.reasons[0]
     assert mapper.evidence.figures["sufficient"]
@@ -92,7 +91,6 @@ def test_gemma_continues_a_padded_batch_with_beams(smollm2, gemma, mapper):
         target_tokenizer=target_tokenizer,
         input_ids=prompts.input_ids,
         attention_mask=prompts.attention_mask,
-        gate=FidelityGate(capabilities=("everyday text",)),
     )
     assert cache.report.outcome == "translated", cache.report
     assert cache.report.coverage == 1

@@ -111,8 +111,9 @@ def _arms_table(figures: dict[str, Any], native_layers: int | None) -> Table:
         f"{MIN_DOCUMENTS} documents."
     )
     if native_layers is not None:
+        own = f"Layers 0 to {native_layers} are" if native_layers else "Layer 0 is"
         note += (
-            f" Layers 0 to {native_layers} are the target's own in every arm with a context, controls included (with "
+            f" {own} the target's own in every arm with a context, controls included (with "
             "another document those of that document): their keys and values are exact, and no map's merit."
         )
     if not figures["sufficient"]:
