@@ -117,8 +117,8 @@ def measure_shares(case, runs, steps):
         options = {cache_argument(case.target): case.handoff(probe_tokens=0), "max_new_tokens": 1, "do_sample": False}
         generating = seconds(lambda options=options: case.target.generate(case.input_ids, **options))
         if run:
-            product_shares.append(operations.flops / operations.product_seconds / statistics.mean(rates))
-            shares.append(operations.flops / translating / statistics.mean(rates))
+            product_shares.append(operations.flops / operations.product_seconds / max(rates))
+            shares.append(operations.flops / translating / max(rates))
             first_token.append(generating)
             parts.append(translating + stepping)
     # What is decoded is the same on both sides, and none of it matters.
