@@ -80,7 +80,7 @@ class TargetTokens:
             return states[row.to(states.device), column.to(states.device) + start], index
         if self._is_offloaded:
             return self._held_embeddings()[:, start:stop], None
-        return (self._embed(distinct), index) if repeats else (self._embed(ids), None)
+        return (self._embed(distinct[None])[0], index) if repeats else (self._embed(ids), None)
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.target.get_input_embeddings()(input_ids.to(input_device(self.target)))
