@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-_STYLE = {
+_STYLE: Any = {
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text: it can be read out, searched, and is small
     "text.parse_math": False,  # names may hold dollar signs
