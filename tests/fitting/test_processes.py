@@ -1,11 +1,14 @@
 """A fit that is shared by two processes, as `accelerate launch` starts them."""
 
 import json
+import multiprocessing
 import os
 
 import pytest
 import torch
-from accelerate import PartialState, debug_launcher
+from accelerate import PartialState
+from accelerate.utils import PrepareForLaunch
+from torch.multiprocessing import start_processes
 
 from hf_kvtransfer import CalibrationError, KVMapper, fit_mapper
 from hf_kvtransfer.fitting import checkpoint
@@ -36,19 +39,36 @@ def texts(pair):
     return random_ids(pair[0], 48, 60, seed=1).tolist()
 
 
-def launch(function, *args):
-    """Run a function in two processes, each with its own number as first argument."""
-    debug_launcher(_in_process, (function, args), num_processes=2)
+def launch(folder, function, *args):
+    """
+    Run a function in two processes, each with its own number as first argument: as accelerate's `debug_launcher`, but
+    forked from one that has imported everything and has no threads yet, which may hold locks.
+    """
+    multiprocessing.set_forkserver_preload([__name__])
+    meeting = folder / f"meeting-{len(list(folder.iterdir()))}"
+    start_processes(_in_process, (str(meeting), function, args), nprocs=2, start_method="forkserver")
 
 
-def _in_process(function, args):
-    # Forked from a process that may have used threads, and accelerate for itself.
+def _in_process(rank, meeting, function, args):
     torch.set_num_threads(1)
-    PartialState._reset_state()
-    function(torch.distributed.get_rank(), *args)
+    os.environ |= {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_DEBUG_RDV_FILE": meeting,
+        "ACCELERATE_USE_CPU": "yes",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    PrepareForLaunch(function, debug=True)(rank, rank, *args)
 
 
-def fit_and_save(rank, pair, texts, folder, options):
+def fit_and_save(rank, pair, texts, folders):
+    """A fit for each folder, with its options."""
+    for folder, options in folders.items():
+        _fit_and_save(rank, pair, texts, folder, options)
+
+
+def _fit_and_save(rank, pair, texts, folder, options):
     read, reads = PairedStates.read, []
 
     def counted(self, batch):
@@ -57,6 +77,8 @@ def fit_and_save(rank, pair, texts, folder, options):
 
     PairedStates.read = counted
     mapper = fit_mapper(*pair, texts, **options)
+    PairedStates.read = read
+    folder.mkdir(exist_ok=True)
     (folder / f"{rank}.json").write_text(json.dumps([len(reads), mapper.digest(), mapper.config.to_dict()]))
     if rank == 0:
         mapper.save_pretrained(folder)
@@ -81,15 +103,19 @@ def check_same(mapper, folder, num_reads):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"kind": "head_matched", "storage_bits": 8}, {"kind": "identity", "rank": 2, "num_source_layers": None}],
-    ids=lambda options: options.get("kind", "linear"),
-)
-def test_two_processes_fit_what_one_does(pair, texts, tmp_path, options):
-    options = {name: value for name, value in (OPTIONS | options).items() if value is not None}
-    launch(fit_and_save, pair, texts, tmp_path, options)
-    check_same(fit_mapper(*pair, texts, **options), tmp_path, 24)
+def test_two_processes_fit_what_one_does(pair, texts, tmp_path):
+    kinds = {
+        "linear": {},
+        "head_matched": {"kind": "head_matched", "storage_bits": 8},
+        "identity": {"kind": "identity", "rank": 2, "num_source_layers": None},
+    }
+    folders = {
+        tmp_path / kind: {name: value for name, value in (OPTIONS | options).items() if value is not None}
+        for kind, options in kinds.items()
+    }
+    launch(tmp_path, fit_and_save, pair, texts, folders)
+    for folder, options in folders.items():
+        check_same(fit_mapper(*pair, texts, **options), folder, 24)
 
 
 def die_or_tell(rank, pair, texts, folder, keeping, limit):
@@ -103,22 +129,22 @@ def die_or_tell(rank, pair, texts, folder, keeping, limit):
         return read(self, batch)
 
     PairedStates.read = counted
+    checkpoint.WRITE_SHARE = float("inf")  # after each batch
     try:
         fit_mapper(*pair, texts, checkpoint=keeping, **OPTIONS)
     except CalibrationError as error:
         (folder / "error").write_text(str(error))
 
 
-def test_a_process_that_dies_is_told_of_and_its_sums_are_kept(pair, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "WRITE_SHARE", float("inf"))  # after each batch
+def test_a_process_that_dies_is_told_of_and_its_sums_are_kept(pair, texts, tmp_path):
     keeping = tmp_path / "keeping"
-    launch(die_or_tell, pair, texts, tmp_path, keeping, 6 + 2)
+    launch(tmp_path, die_or_tell, pair, texts, tmp_path, keeping, 6 + 2)
     assert "Process 0 of 2 cannot reach the others" in (tmp_path / "error").read_text()
     with pytest.raises(CalibrationError, match="processes was 2 and is 1"):
         fit_mapper(*pair, texts, checkpoint=keeping, **OPTIONS)
-    launch(fit_and_save, pair, texts, tmp_path, OPTIONS | {"checkpoint": keeping})
+    launch(tmp_path, fit_and_save, pair, texts, {tmp_path / "resumed": OPTIONS | {"checkpoint": keeping}})
     # The first process had read everything, the second two of its six batches.
-    check_same(fit_mapper(*pair, texts, **OPTIONS), tmp_path, 4)
+    check_same(fit_mapper(*pair, texts, **OPTIONS), tmp_path / "resumed", 4)
     assert not list(keeping.iterdir())
 
 
@@ -138,6 +164,6 @@ def tell(rank, pair, texts, folder):
 
 
 def test_each_process_must_be_given_all_texts(pair, texts, tmp_path):
-    launch(tell, pair, texts, tmp_path)
+    launch(tmp_path, tell, pair, texts, tmp_path)
     for rank in range(2):
         assert "2 processes of this fit were given different texts" in (tmp_path / f"error-{rank}").read_text()
