@@ -22,15 +22,13 @@ from hf_kvtransfer.demo_models import load_demo_model
 from hf_kvtransfer.spans import encode_with_spans
 
 from .exponents import fit_growth
-from .memory import temporary_memory
+from .memory import long_text, temporary_memory
 from .random_pair import random_mapper, random_model, random_source_kv
 from .timing import UNGATED, machine_rates, seconds, time_handoff, time_prefill
 
 
 ROOT = Path(__file__).parents[1]
 MAPPER = ROOT / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
-# Not one text over and over, see benchmarks/speed.py.
-FILES = ("examples/harbour.txt", "LICENSE", "mappers/README.md", "README.md")
 # Of each text of a fit; and what source layers are chosen on, the same for all amounts of text.
 FIT_LENGTH, SCREENING_TOKENS = 256, 2048
 
@@ -43,8 +41,7 @@ class RealPair:
         self.target, self.tokenizer = load_demo_model("gemma-3-270m")
         self.source.to(dtype), self.target.to(dtype)
         self.mapper = KVMapper.from_pretrained(mapper, dtype=dtype)
-        text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in FILES)
-        self._text = text * (1 + 2 * longest // len(text.split()))
+        self._text = long_text(longest)
         _, self._spans = encode_with_spans(self.tokenizer, self._text)
 
     def read(self, length: int) -> tuple[SourceKV, torch.Tensor]:

@@ -25,6 +25,7 @@ from hf_kvtransfer.spans import encode_with_spans
 
 ROOT = Path(__file__).parents[1]
 MAPPER = ROOT / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
+TEXT_FILES = ("examples/harbour.txt", "LICENSE", "mappers/README.md", "README.md")
 
 
 class LiveTensors(TorchDispatchMode):
@@ -65,6 +66,12 @@ def _is_counted(value) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
+def long_text(tokens):
+    """Text of the repository, of so many tokens and more: not one over and over, which a model could copy."""
+    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXT_FILES)
+    return text * (1 + 2 * tokens // len(text.split()))
+
+
 def temporary_memory(source_kv, mapper, target, **options):
     """
     Args:
@@ -103,9 +110,7 @@ def main():
     source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
     target, target_tokenizer = load_demo_model("gemma-3-270m")
     mapper = KVMapper.from_pretrained(arguments.mapper, dtype=torch.float32)
-    files = ("examples/harbour.txt", "LICENSE", "mappers/README.md", "README.md")
-    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in files)
-    text *= 1 + 2 * max(arguments.lengths) // len(text.split())
+    text = long_text(max(arguments.lengths))
     _, spans = encode_with_spans(target_tokenizer, text)
     print("\nfloat32, MB of tensors")
     print(f"{'tokens':>7}{'cache':>9}{'layer':>8}{'beside the cache':>22}{'with the probe':>24}")

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from memory import temporary_memory
+from memory import long_text, temporary_memory
 from operations import Operations, matmul_rate
 from transformers import DynamicCache
 
@@ -151,10 +151,7 @@ def main():
     source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
     target, target_tokenizer = load_demo_model("gemma-3-270m")
     mapper = KVMapper.from_pretrained(arguments.mapper, dtype=torch.float32)
-    # Not one text over and over: a model that copies it has no use for a cache that is nearly right.
-    files = ("examples/harbour.txt", "LICENSE", "mappers/README.md", "README.md")
-    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in files)
-    text *= 1 + 2 * max(arguments.lengths) // len(text.split())
+    text = long_text(max(arguments.lengths))
     print(f"\nfloat32, {torch.get_num_threads()} threads, medians of {arguments.runs} runs")
     print(f"{'tokens':>7}{'prefill':>10}{'bind':>9}{'translate':>11}{'ratio':>8}   range        with the probe")
     results = {}

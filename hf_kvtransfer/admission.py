@@ -1,7 +1,6 @@
 """Which mappers a request may use: they are loaded and the gate is asked, once for each mapper and source."""
 
 from pathlib import Path
-from typing import cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
@@ -9,7 +8,7 @@ from transformers.cache_utils import Cache
 from .errors import RefusedError
 from .fidelity.gate import FidelityGate, Verdict
 from .identity import ModelIdentity
-from .mapper import KVMapper
+from .mapper import KVMapper, mapper_for
 from .source import SourceKV
 
 
@@ -57,9 +56,7 @@ class Admission:
         if not isinstance(mapper, KVMapper):
             name = str(mapper)
             if name not in self._loaded:
-                # In the dtype that the target computes in, so that no layer map is converted at every request.
-                loaded = KVMapper.from_pretrained(name, revision=self.revision or "main", dtype=self.target.dtype)
-                self._loaded[name] = cast(KVMapper, loaded)
+                self._loaded[name] = mapper_for(name, self.target, self.revision or "main")
             mapper = self._loaded[name]
         given = (v for known, identity, v in self._asked if known is mapper and identity is source_kv.identity)
         verdict = next(given, None)

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from huggingface_hub import CommitInfo
@@ -334,3 +335,24 @@ class KVMapper(PreTrainedModel):
         if (folder / FIDELITY_FILE).is_file():
             mapper._evidence_file = str(folder / FIDELITY_FILE)
         return (mapper, info) if wants_info else mapper
+
+
+def mapper_for(mapper: KVMapper | str | Path, target: PreTrainedModel, revision: str = "main") -> KVMapper:
+    """
+    A mapper, or the one in a folder or on the Hub in the dtype that a target computes in, so that no layer map is
+    converted at every request.
+
+    Args:
+        mapper ([`KVMapper`], `str` or `Path`):
+            Is returned as it is, or loaded.
+        target (`PreTrainedModel`):
+            The model that it is to be used on.
+        revision (`str`, *optional*, defaults to `"main"`):
+            Of a Hub id.
+
+    Raises:
+        `MapperFormatError`, `HubError`: it cannot be loaded.
+    """
+    if isinstance(mapper, KVMapper):
+        return mapper
+    return cast(KVMapper, KVMapper.from_pretrained(mapper, revision=revision, dtype=target.dtype))

@@ -18,10 +18,10 @@ from hf_kvtransfer import KVMapper
 from hf_kvtransfer.demo_models import load_demo_model
 from hf_kvtransfer.fidelity.data import load_evaluation_data
 from hf_kvtransfer.fidelity.replay import Replay
+from hf_kvtransfer.fidelity.statistics import resampled_totals
 
 
 ARMS = ("native", "translated", "no_context")
-RESAMPLES = 10_000
 
 
 def main():
@@ -46,9 +46,7 @@ def main():
 
     chosen = np.array(chosen)
     correct = chosen == np.array(labels)[:, None]
-    # A question's arms are drawn together.
-    draws = np.random.default_rng(0).integers(len(correct), size=(RESAMPLES, len(correct)))
-    native, translated = (correct[:, arm][draws].mean(1) for arm in (0, 1))
+    native, translated = resampled_totals(correct[:, :2]).T
     low, high = np.quantile(translated / native, [0.025, 0.975])
     print(f"HellaSwag, {SHOTS}-shot, {len(correct)} questions, 4 endings each; accuracy:")
     for arm, accuracy in zip(ARMS, correct.mean(0), strict=True):

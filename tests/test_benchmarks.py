@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from benchmarks import conversation, growth, roofline
+from benchmarks import conversation, growth, memory, roofline
 from benchmarks.counting import attended, map_weights, prefill_flops, translation_bytes, weight_bytes
 from benchmarks.exponents import fit_growth
 from benchmarks.random_pair import geometry_on_meta, map_specs, random_mapper, random_model
@@ -111,7 +111,7 @@ def test_growth_of_the_demo_pair_is_measured_on_text(tmp_path, monkeypatch):
     geometries = [KVGeometry.from_model(model) for model in models]
     random_mapper(*geometries, 64, 2, torch.float32, "cpu").save_pretrained(tmp_path / "mapper")
     monkeypatch.setattr(growth, "load_demo_model", lambda name: (models["gemma" in name], byte_level_bpe()))
-    monkeypatch.setattr(growth, "FILES", ("LICENSE",))
+    monkeypatch.setattr(memory, "TEXT_FILES", ("LICENSE",))
     lengths = ["--lengths", "48", "--fit-tokens", "1536", "--runs", "1", "--threads", "1"]
     growth.main([str(tmp_path / "growth"), "--mapper", str(tmp_path / "mapper"), *lengths])
     results = json.loads((tmp_path / "growth.json").read_text())

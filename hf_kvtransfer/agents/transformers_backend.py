@@ -10,7 +10,7 @@ from ..conversation import Conversation
 from ..conversation_prompt import render_prompt
 from ..errors import UnknownModelError
 from ..fidelity.chat import Message
-from ..mapper import KVMapper
+from ..mapper import KVMapper, mapper_for
 from .protocols import AgentReply, CacheHandle, CacheUse
 
 
@@ -45,9 +45,7 @@ class TransformersBackend:
         self._options, self._generation = dict(conversation or {}), generation
         self.reset()  # checks the names
         for (source, target), mapper in self._mappers.items():
-            if not isinstance(mapper, KVMapper):  # once, and not at each handoff
-                dtype = self._models[target][0].dtype
-                self._mappers[source, target] = KVMapper.from_pretrained(mapper, dtype=dtype)
+            self._mappers[source, target] = mapper_for(mapper, self._models[target][0])  # once, not at each handoff
         self.reset()
 
     @property

@@ -47,7 +47,7 @@ def bench(
     import torch
 
     from ..fidelity.tables import Table
-    from ..mapper import KVMapper
+    from ..mapper import mapper_for
     from ..policy.measuring import longest_context, time_lengths
 
     models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
@@ -56,8 +56,7 @@ def bench(
             f"these models read contexts of up to {longest_context(*models)} tokens, not {lengths[-1]}.",
             param_hint="--length",
         )
-    # In the dtype in which a cache would load it.
-    loaded = KVMapper.from_pretrained(mapper, revision=revision, dtype=models[1].dtype)
+    loaded = mapper_for(mapper, models[1], revision)
     rows = time_lengths(loaded, *models, **tokenizers, lengths=lengths, runs=runs)
     found = [
         {

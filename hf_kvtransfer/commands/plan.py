@@ -78,7 +78,7 @@ def plan(
     kinds = [_parse(argument) for argument in traffic]
 
     from ..fidelity.gate import FidelityGate
-    from ..mapper import KVMapper
+    from ..mapper import mapper_for
     from ..policy import TransferPlan, TransferPolicy, estimates
 
     (source_model, target_model), tokenizers = loading.load_pair(
@@ -93,8 +93,7 @@ def plan(
         policy = TransferPolicy.calibrate(timed, source_model, target_model, **options)
         policy.error_rate = 1 - gate.min_gap_recovered
     else:
-        # In the dtype in which a cache would load it.
-        loaded = KVMapper.from_pretrained(mapper, revision=revision, dtype=target_model.dtype)
+        loaded = mapper_for(mapper, target_model, revision)
         verdict = gate.admit(loaded, source_model, target_model, **tokenizers)
         policy = TransferPolicy.calibrate(loaded, source_model, target_model, capabilities=capability, **options)
     fitting = estimates.fit_seconds(policy.costs, loaded) if fit_minutes is None else 60 * fit_minutes

@@ -14,7 +14,7 @@ from ..compat import model_name
 from ..errors import RefusedError
 from ..fidelity.gate import FidelityGate
 from ..fidelity.scoring import continuation_logits
-from ..mapper import KVMapper
+from ..mapper import KVMapper, mapper_for
 from ..padding import unpad_rows
 from ..source import SourceKV
 from ..spans import character_spans
@@ -94,9 +94,7 @@ class KVTransferLM(HFLM):
         if isinstance(source_tokenizer, str):
             source_tokenizer = AutoTokenizer.from_pretrained(source_tokenizer)
         self.source, self.source_tokenizer = reader.eval(), source_tokenizer or self.tokenizer
-        self.mapper: KVMapper = (
-            mapper if isinstance(mapper, KVMapper) else KVMapper.from_pretrained(mapper, dtype=self.model.dtype)
-        )
+        self.mapper = mapper_for(mapper, self.model)
         self.gate, self.probe_tokens = FidelityGate(strict=gate), probe_tokens
         verdict = self.gate.admit(
             self.mapper,

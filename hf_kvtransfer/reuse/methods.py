@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import TranslatedCache
 from ..fidelity.gate import FidelityGate
 from ..fidelity.prompts import PromptEncoder
-from ..mapper import KVMapper
+from ..mapper import KVMapper, mapper_for
 from ..segment import Segment
 from ..source import SourceKV
 from ..translation import check_not_negative
@@ -45,7 +45,7 @@ class TranslatedChunks:
     ):
         check_not_negative(reread_tokens=reread_tokens)
         self.source, self.target, self.gate, self.reread_tokens = source, target, gate, reread_tokens
-        self.mapper = mapper if isinstance(mapper, KVMapper) else KVMapper.from_pretrained(mapper, dtype=target.dtype)
+        self.mapper = mapper_for(mapper, target)
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self._num_front = len(PromptEncoder(source_tokenizer).front)
 
