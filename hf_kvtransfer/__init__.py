@@ -26,8 +26,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .adapter_mapper import adapter_mapper
     from .cache import TranslatedCache
-    from .conversation import Conversation
-    from .conversation_turn import Reply, TurnReport
+    from .conversation import Conversation, Reply, TurnReport
     from .fidelity.evaluate import evaluate_mapper
     from .fidelity.gate import FidelityGate, Verdict
     from .fidelity.report import FidelityReport
@@ -105,14 +104,14 @@ _MODULES = {
     "KVMapperConfig": ".mapper",
     "MeasuredCosts": ".policy",
     "ModelIdentity": ".identity",
-    "Reply": ".conversation_turn",
+    "Reply": ".conversation",
     "Segment": ".segment",
     "ShadowTransfer": ".fidelity.shadow",
     "SourceKV": ".source",
     "TransferPolicy": ".policy",
     "TransferReport": ".transfer_report",
     "TranslatedCache": ".cache",
-    "TurnReport": ".conversation_turn",
+    "TurnReport": ".conversation",
     "Verdict": ".fidelity.gate",
     "adapter_mapper": ".adapter_mapper",
     "calibrate_readout": ".fitting",

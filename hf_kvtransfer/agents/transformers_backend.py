@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversation import Conversation
-from ..conversation_prompt import render_prompt
+from ..conversation.prompt import render_prompt
 from ..errors import UnknownModelError
 from ..fidelity.chat import Message
 from ..mapper import KVMapper, mapper_for

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import TranslatedCache
-from .compat import read_into_cache
-from .conversation_log import ModelLog
-from .conversation_plan import Run
-from .errors import KVTransferError
-from .segment import Segment
-from .source import SourceKV
+from ..cache import TranslatedCache
+from ..compat import read_into_cache
+from ..errors import KVTransferError
+from ..segment import Segment
+from ..source import SourceKV
+from .log import ModelLog
+from .plan import Run
 
 
 @dataclasses.dataclass(frozen=True)

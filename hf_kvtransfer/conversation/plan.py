@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
-from .conversation_log import ModelLog
-from .conversation_prompt import ReadText
-from .spans import Span
+from ..spans import Span
+from .log import ModelLog
+from .prompt import ReadText
 
 
 @dataclasses.dataclass(frozen=True)

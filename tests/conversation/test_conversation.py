@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor
 
 from hf_kvtransfer import (
     Conversation,
@@ -17,93 +16,14 @@ from hf_kvtransfer import (
     TranslatedCache,
     UnknownModelError,
 )
-from hf_kvtransfer import conversation as conversation_module
 from hf_kvtransfer.compat import read_into_cache, token_losses
+from hf_kvtransfer.conversation import conversation as conversation_module
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from .test_memory import random_mapper
-from .tiny_models import plant, planted_mapper, tiny_model
-from .tiny_tokenizers import SENTENCES
-
-
-# What the models are made to say: what they would say themselves is often no text.
-ANSWERS = ["It gives them silt, water and fish.", "The river carries silt.", "Where the farmers wait.", "Zwölf."]
-UNGATED = {"gate": FidelityGate(strict=False), "min_tokens": 1}
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-BRACKETS = (
-    "Answer in short.\n{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} [end]\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-QUESTIONS = [*SENTENCES[:3], "And the fish?", "user", SENTENCES[4], "What is area(width, height)?"]
-
-
-@pytest.fixture(scope="module")
-def models(tokenizers):
-    """Three models of one function, with windows, and of one template: what one has read is what all would read."""
-    tokenizer = copy.deepcopy(tokenizers["bpe"])
-    tokenizer.chat_template = CHATML
-    model = tiny_model("gemma3", max_position_embeddings=2048, sliding_window=24)
-    return {name: (plant(model, seed=seed), tokenizer) for seed, name in enumerate("abc")}
-
-
-@pytest.fixture(scope="module")
-def templates(models):
-    """The same models, each with a template of its own; the third has none."""
-    found = {}
-    for (name, (model, tokenizer)), template in zip(models.items(), (CHATML, BRACKETS, None), strict=True):
-        found[name] = model, copy.deepcopy(tokenizer)
-        found[name][1].chat_template = template
-    return found
-
-
-@pytest.fixture(scope="module")
-def mappers(models):
-    return {
-        (source, target): planted_mapper(models[source][0], models[target][0])
-        for source in models
-        for target in models
-        if source != target
-    }
-
-
-@pytest.fixture
-def conversation(models, mappers):
-    return Conversation(models, mappers, **UNGATED)
-
-
-class Saying(LogitsProcessor):
-    """Lets a model say what is wanted, whatever its logits are."""
-
-    def __init__(self, ids):
-        self.ids, self.said = ids, 0
-
-    def __call__(self, input_ids, scores):
-        only = torch.full_like(scores, -torch.inf)
-        only[:, self.ids[self.said]] = 0
-        self.said += 1
-        return only
-
-
-def reply(conversation, name, message=None, **options):
-    ids = conversation.models[name][1](ANSWERS[len(conversation.messages) // 2 % len(ANSWERS)]).input_ids
-    options = {"max_new_tokens": len(ids), "logits_processor": [Saying(ids)], "do_sample": False} | options
-    return conversation.reply(name, message, output_logits=True, return_dict_in_generate=True, **options)
-
-
-def assert_native(conversation, name, answer):
-    """The logits of a reply are those of a model that has read all of its prompt itself, and the counts add up."""
-    model, _ = conversation.models[name]
-    sequences, logits = answer.output.sequences, torch.stack(answer.output.logits, 1)
-    with torch.no_grad():
-        native = model(sequences[:, :-1]).logits[:, -logits.shape[1] :]
-    torch.testing.assert_close(logits, native, rtol=0, atol=1e-3)
-    report = answer.report
-    prompt = sequences.shape[1] - logits.shape[1]
-    assert report.kept_tokens + sum(report.translated_tokens.values()) + report.native_tokens == prompt
-    assert report.reply_tokens == logits.shape[1]
+from ..test_memory import random_mapper
+from ..tiny_models import tiny_model
+from ..tiny_tokenizers import SENTENCES
+from .replies import ANSWERS, QUESTIONS, UNGATED, assert_native, reply
 
 
 @given(order=st.lists(st.sampled_from("abc"), min_size=12, max_size=12))
@@ -282,52 +202,6 @@ def test_a_generation_that_is_interrupted(conversation):
         with pytest.raises((KeyboardInterrupt, TypeError)):
             reply(conversation, name, QUESTIONS[1], streamer=Stop())
         assert_native(conversation, name, reply(conversation, name, QUESTIONS[1]))
-
-
-def test_save_and_load(conversation, models, mappers, tmp_path):
-    for turn, name in enumerate("abab"):
-        reply(conversation, name, QUESTIONS[turn])
-        conversation.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-    loaded = Conversation.load(tmp_path, models, mappers, **UNGATED)
-    assert loaded.messages == conversation.messages
-    for name in "abc":
-        assert loaded.readers(name) == conversation.readers(name)
-        expected, answer = (reply(c, name, QUESTIONS[4]) for c in (conversation, loaded))
-        assert torch.equal(answer.output.sequences, expected.output.sequences)
-        assert answer.report.kept_tokens == expected.report.kept_tokens
-        assert answer.report.translated_tokens == expected.report.translated_tokens
-        assert_native(loaded, name, answer)
-    # Another model under the same name, also of another shape.
-    other = models | {"a": (tiny_model("qwen3", max_position_embeddings=2048), models["a"][1])}
-    loaded = Conversation.load(tmp_path, other, **UNGATED)
-    answer = reply(loaded, "a", QUESTIONS[4])
-    assert answer.report.kept_tokens == 0
-    assert_native(loaded, "a", answer)
-
-
-def test_damaged_files(conversation, models, tmp_path):
-    reply(conversation, "a", QUESTIONS[0])
-    conversation.save(tmp_path)
-    with pytest.raises(ConversationError, match=r"was saved with models \['a'\].*\['b'\]"):
-        Conversation.load(tmp_path, {"b": models["b"]})
-    (file,) = tmp_path.glob("*.safetensors")
-    state = json.loads((tmp_path / "conversation.json").read_text())
-    for change in ({"format": "another"}, {"messages": None}, {"num_turns": "x"}, {"models": {"a": {}}}):
-        (tmp_path / "conversation.json").write_text(json.dumps(state | change))
-        with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
-            Conversation.load(tmp_path, models)
-    for key, value in (("ids", [1, 2]), ("file", "../elsewhere.safetensors"), ("identity", {}), ("spans", [[1]])):
-        changed = state | {"models": {"a": state["models"]["a"] | {key: value}}}
-        (tmp_path / "conversation.json").write_text(json.dumps(changed))
-        with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
-            Conversation.load(tmp_path, models)
-    (tmp_path / "conversation.json").write_text(json.dumps(state))
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
-        Conversation.load(tmp_path, models)
-    with pytest.raises(ConversationError, match="cannot be read as a saved conversation"):
-        Conversation.load(tmp_path / "nowhere", models)
 
 
 def test_the_ceiling_of_memory(conversation):

@@ -8,13 +8,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .completeness import check_holds_every_token
-from .conversation_prompt import ReadText
-from .errors import SourceCacheError
-from .geometry import KVGeometry
-from .identity import ModelIdentity
-from .layers import PendingLayer
-from .source import SourceKV
+from ..completeness import check_holds_every_token
+from ..errors import SourceCacheError
+from ..geometry import KVGeometry
+from ..identity import ModelIdentity
+from ..layers import PendingLayer
+from ..source import SourceKV
+from .prompt import ReadText
 
 
 @dataclasses.dataclass

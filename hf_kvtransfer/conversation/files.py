@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel
 
-from .conversation_log import ModelLog
-from .conversation_prompt import ReadText
-from .errors import ConversationError
-from .fidelity.chat import Message
-from .identity import ModelIdentity
+from ..errors import ConversationError
+from ..fidelity.chat import Message
+from ..identity import ModelIdentity
+from .log import ModelLog
+from .prompt import ReadText
 
 
 CONVERSATION_FORMAT = "hf-kvtransfer-conversation-1"

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .transfer_report import TransferReport
+from ..transfer_report import TransferReport
 
 
 @dataclasses.dataclass(frozen=True)

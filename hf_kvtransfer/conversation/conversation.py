@@ -6,23 +6,23 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import TranslatedCache
-from .compat import read_into_cache, token_losses
-from .conversation_files import load_logs, save_logs
-from .conversation_handoff import Handoff, hold_all, sources_of
-from .conversation_log import ModelLog
-from .conversation_plan import Run, plan_runs
-from .conversation_prompt import ReadText, encode_reply, render_prompt
-from .conversation_turn import Reply, TurnReport
-from .errors import ConversationError, UnknownModelError
-from .fidelity.chat import Message
-from .fidelity.gate import FidelityGate
-from .fidelity.rows import parse_message
-from .generation import generate
-from .identity import ModelIdentity
-from .mapper import KVMapper
-from .policy import TransferPolicy
-from .segment import Segment
+from ..cache import TranslatedCache
+from ..compat import read_into_cache, token_losses
+from ..errors import ConversationError, UnknownModelError
+from ..fidelity.chat import Message
+from ..fidelity.gate import FidelityGate
+from ..fidelity.rows import parse_message
+from ..generation import generate
+from ..identity import ModelIdentity
+from ..mapper import KVMapper
+from ..policy import TransferPolicy
+from ..segment import Segment
+from .files import load_logs, save_logs
+from .handoff import Handoff, hold_all, sources_of
+from .log import ModelLog
+from .plan import Run, plan_runs
+from .prompt import ReadText, encode_reply, render_prompt
+from .turn import Reply, TurnReport
 
 
 Members = Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]
