@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .identity import ModelIdentity
     from .mapper import KVMapper, KVMapperConfig
     from .policy import Decision, MeasuredCosts, TransferPolicy, measure_costs
-    from .segment import Segment
+    from .segments.segment import Segment
     from .source import SourceKV
     from .transfer_report import TransferReport
 
@@ -105,7 +105,7 @@ _MODULES = {
     "MeasuredCosts": ".policy",
     "ModelIdentity": ".identity",
     "Reply": ".conversation",
-    "Segment": ".segment",
+    "Segment": ".segments.segment",
     "ShadowTransfer": ".fidelity.shadow",
     "SourceKV": ".source",
     "TransferPolicy": ".policy",

@@ -17,9 +17,9 @@ from .fidelity.tail_probe import probe_tail
 from .layers import LayerTranslator, install
 from .mapper import KVMapper
 from .restoring_cache import RestoringCache, describe
-from .segment import Segment, check_segments
-from .segment_binding import SegmentBinding
-from .segmented_translation import SegmentedTranslation
+from .segments.binding import SegmentBinding
+from .segments.joined import SegmentedTranslation
+from .segments.segment import Segment, check_segments
 from .source import SourceKV
 from .storage import check_filled, check_room, take_storage
 from .transfer_report import TransferReport

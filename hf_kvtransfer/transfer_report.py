@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from .fidelity.gate import Verdict
 from .fidelity.probe_band import ProbeResult
 from .mapper import KVMapper
-from .segmented_translation import SegmentedTranslation
+from .segments.joined import SegmentedTranslation
 from .translation import Translation
 
 

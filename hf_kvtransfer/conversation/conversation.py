@@ -16,7 +16,7 @@ from ..generation import generate
 from ..identity import ModelIdentity
 from ..mapper import KVMapper
 from ..policy import TransferPolicy
-from ..segment import Segment
+from ..segments.segment import Segment
 from .files import load_logs, save_logs
 from .handoff import Handoff, hold_all, sources_of
 from .log import ModelLog

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..cache import TranslatedCache
 from ..compat import read_into_cache
 from ..errors import KVTransferError
-from ..segment import Segment
+from ..segments.segment import Segment
 from ..source import SourceKV
 from .log import ModelLog
 from .plan import Run

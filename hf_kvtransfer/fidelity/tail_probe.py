@@ -2,7 +2,7 @@
 
 from ..errors import EvidenceError
 from ..layers import FilledTranslator, LayerTranslator
-from ..segmented_translation import SegmentedTranslation
+from ..segments.joined import SegmentedTranslation
 from ..translation import Translation
 from .probe_band import ProbeBand, ProbeResult
 from .tail_reading import read_tail

@@ -8,7 +8,7 @@ from ..cache import TranslatedCache
 from ..fidelity.gate import FidelityGate
 from ..fidelity.prompts import PromptEncoder
 from ..mapper import KVMapper, mapper_for
-from ..segment import Segment
+from ..segments.segment import Segment
 from ..source import SourceKV
 from ..translation import check_not_negative
 from .request import ReuseRequest

@@ -20,8 +20,7 @@ from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.conversation import conversation as conversation_module
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from ..test_memory import random_mapper
-from ..tiny_models import tiny_model
+from ..tiny_models import random_mapper, tiny_model
 from ..tiny_tokenizers import SENTENCES
 from .replies import ANSWERS, QUESTIONS, UNGATED, assert_native, reply
 

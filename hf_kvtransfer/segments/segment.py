@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from .compat import model_name
-from .mapper import KVMapper
-from .source import SourceKV
+from ..compat import model_name
+from ..mapper import KVMapper
+from ..source import SourceKV
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,13 +6,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from .admission import Admission
-from .completeness import check_holds_every_token
-from .errors import BatchMismatchError, KVTransferError, RefusedError
-from .geometry import KVGeometry
+from ..admission import Admission
+from ..completeness import check_holds_every_token
+from ..errors import BatchMismatchError, KVTransferError, RefusedError
+from ..geometry import KVGeometry
+from .joined import SegmentedTranslation
+from .mapped import SegmentedPrompt, SegmentTranslation
 from .segment import Segment
-from .segment_translation import SegmentedPrompt, SegmentTranslation
-from .segmented_translation import SegmentedTranslation
 
 
 class SegmentBinding:

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from .compat import input_device, model_name, read_into_cache
-from .geometry import KVGeometry
-from .layers import install
-from .segment_translation import SegmentedPrompt, SegmentTranslation
+from ..compat import input_device, model_name, read_into_cache
+from ..geometry import KVGeometry
+from ..layers import install
+from .mapped import SegmentedPrompt, SegmentTranslation
 
 
 class SegmentedTranslation:

@@ -5,14 +5,14 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .alignment import TokenAlignment, align_tokens
-from .errors import AlignmentError, BatchMismatchError, PrefixMismatchError
-from .mapper import KVMapper
+from ..alignment import TokenAlignment, align_tokens
+from ..errors import AlignmentError, BatchMismatchError, PrefixMismatchError
+from ..mapper import KVMapper
+from ..source import SourceKV
+from ..spans import Span, character_spans
+from ..target_tokens import TargetTokens
+from ..translation import MIN_COVERAGE, Translation
 from .segment import Segment
-from .source import SourceKV
-from .spans import Span, character_spans
-from .target_tokens import TargetTokens
-from .translation import MIN_COVERAGE, Translation
 
 
 class SegmentedPrompt:

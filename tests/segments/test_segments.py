@@ -21,22 +21,22 @@ from hf_kvtransfer.admission import Admission
 from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.fidelity.tail_reading import read_tail
 from hf_kvtransfer.layers import PendingLayer
-from hf_kvtransfer.segment_binding import SegmentBinding
+from hf_kvtransfer.segments.binding import SegmentBinding
 from hf_kvtransfer.spans import character_spans
 from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
-from .test_cache import assert_native, calls, run  # noqa: F401
-from .test_memory import random_mapper
-from .tiny_models import (
+from ..test_cache import assert_native, calls, run  # noqa: F401
+from ..tiny_models import (
     fail_from_layer,
     identity_mapper,
     plant,
     planted_mapper,
     random_ids,
+    random_mapper,
     tiny_model,
     with_native_layers,
 )
-from .tiny_tokenizers import SENTENCES
+from ..tiny_tokenizers import SENTENCES
 
 
 # Longer than the windows of the tiny Gemma.

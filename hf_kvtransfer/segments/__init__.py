@@ -1,0 +1,1 @@
+"""Prompts whose ranges come from several sources, or from the target itself."""
