@@ -36,6 +36,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="JSONL of rows with `source` and `text`, the last tenth held out")
     parser.add_argument("--budget", default="45MB")
+    parser.add_argument("--kind", default="linear")
+    parser.add_argument("--rank", type=int, help="of kind low_rank")
     parser.add_argument("--storage-bits", type=int, default=8)
     parser.add_argument("--native-layers", type=int, default=0)
     parser.add_argument("--fit-texts", type=int, default=150)
@@ -59,6 +61,8 @@ def main():
             target,
             fit_texts,
             **tokenizers,
+            kind=arguments.kind,
+            rank=arguments.rank,
             native_layers=arguments.native_layers,
             budget=arguments.budget,
             storage_bits=arguments.storage_bits,
