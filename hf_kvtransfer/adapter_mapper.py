@@ -12,8 +12,8 @@ from .errors import PairMismatchError, UnsupportedModelError
 from .exactness import exact_layers
 from .fitting import fit_mapper
 from .identity import ModelIdentity
+from .identity.tensors import VIRTUAL_TOKENS
 from .mapper import KVMapper, KVMapperConfig
-from .model_tensors import VIRTUAL_TOKENS
 from .source import SourceKV
 
 

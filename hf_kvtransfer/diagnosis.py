@@ -12,10 +12,10 @@ from .fidelity.gate import FidelityGate
 from .fitting.costs import MapPlan
 from .fitting.fit import NUM_SOURCE_LAYERS
 from .geometry import KVGeometry
+from .identity.tokenizer import tokenizer_fingerprint
 from .mapper import KVMapper
 from .outline import ModelOutline
 from .spans import encode_with_spans
-from .tokenizer_identity import tokenizer_fingerprint
 from .translation import MIN_COVERAGE
 
 

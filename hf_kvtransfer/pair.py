@@ -5,9 +5,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .compat import model_name
 from .errors import PairMismatchError, TokenizerMismatchError
 from .geometry import KVGeometry
+from .identity.tokenizer import tokenizer_fingerprint
 from .mapper import KVMapper
 from .source import SourceKV
-from .tokenizer_identity import tokenizer_fingerprint
 
 
 def check_pair(

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from benchmarks.memory import LiveTensors, temporary_memory
 from hf_kvtransfer import FidelityGate, SourceKV
 from hf_kvtransfer.compat import read_into_cache
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 from .tiny_models import identity_mapper, random_ids, random_mapper, tiny_model, ungated_cache
 

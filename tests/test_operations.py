@@ -10,8 +10,8 @@ from benchmarks.operations import Operations
 from hf_kvtransfer import SourceKV
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.few_rows import FewRows
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.rotary import Rotary
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 from hf_kvtransfer.translation import Translation
 
 from .tiny_models import READ, random_ids, random_mapper, tiny_model, ungated_cache, with_native_layers

@@ -17,9 +17,9 @@ from hf_kvtransfer import (
 )
 from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.fidelity.tail_reading import read_tail
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.native_states import read_first_layers
 from hf_kvtransfer.rotary import Rotary
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 from hf_kvtransfer.translation import Translation
 
 from .tiny_models import fail_from_layer, identity_mapper, random_ids, tiny_model, ungated_cache, with_native_layers

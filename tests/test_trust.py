@@ -22,8 +22,8 @@ from hf_kvtransfer import (
 from hf_kvtransfer import cache as cache_module
 from hf_kvtransfer.compat import cache_argument
 from hf_kvtransfer.fidelity.tail_reading import read_tail
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.layers import FilledTranslator
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
 from .test_cache_policy import Rounds
 from .tiny_models import fail_from_layer, identity_mapper, plant, random_ids, tiny_model, ungated_cache

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import EvaluationDataError
-from ..tokenizer_identity import tokenizer_fingerprint
+from ..identity.tokenizer import tokenizer_fingerprint
 from .chat import render_turns
 from .prompts import PromptEncoder
 from .row_sources import RowSource, open_sources

@@ -12,8 +12,8 @@ from transformers.utils import logging
 from ..compat import public_name
 from ..geometry import KVGeometry
 from ..identity import ModelIdentity
+from ..identity.tokenizer import tokenizer_fingerprint
 from ..mapper import KVMapper, KVMapperConfig
-from ..tokenizer_identity import tokenizer_fingerprint
 from .arguments import check_numbers, parse_bytes
 from .budget import Budget
 from .checkpoint import Checkpoint

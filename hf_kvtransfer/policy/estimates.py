@@ -9,8 +9,8 @@ from ..compat import public_name
 from ..fitting.costs import MapPlan
 from ..fitting.fit import NUM_SOURCE_LAYERS
 from ..geometry import KVGeometry
+from ..identity.tokenizer import tokenizer_fingerprint
 from ..mapper import KVMapper, KVMapperConfig
-from ..tokenizer_identity import tokenizer_fingerprint
 from .costs import MeasuredCosts
 
 

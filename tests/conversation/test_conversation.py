@@ -18,7 +18,7 @@ from hf_kvtransfer import (
 )
 from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.conversation import conversation as conversation_module
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 from ..tiny_models import random_mapper, tiny_model
 from ..tiny_tokenizers import SENTENCES

@@ -30,7 +30,7 @@ from hf_kvtransfer.fidelity.evaluate import evaluate_mapper
 from hf_kvtransfer.fidelity.replay import Replay
 from hf_kvtransfer.fidelity.results import ARMS
 from hf_kvtransfer.fidelity.tail_reading import MAX_PROBE_TOKENS
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 from ..tiny_models import identity_mapper, plant, random_ids, tiny_model, ungated_cache, with_native_layers
 from ..tiny_tokenizers import SENTENCES

@@ -18,7 +18,7 @@ from hf_kvtransfer.fidelity import shadow as shadow_module
 from hf_kvtransfer.fidelity.replay import Replay
 from hf_kvtransfer.fidelity.shadow import ShadowTransfer
 from hf_kvtransfer.fidelity.shadow_log import ShadowLog, summarize_shadow_log
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 from ..tiny_models import identity_mapper, random_ids, tiny_model
 

@@ -2,8 +2,8 @@ import pytest
 
 from hf_kvtransfer import PairMismatchError, TransferPolicy, measure_costs
 from hf_kvtransfer.home import HOME_VARIABLE
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.policy import measuring
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
 from ..tiny_models import identity_mapper, tiny_model
 

@@ -20,10 +20,10 @@ from hf_kvtransfer import (
 from hf_kvtransfer.admission import Admission
 from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.fidelity.tail_reading import read_tail
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.layers import PendingLayer
 from hf_kvtransfer.segments.binding import SegmentBinding
 from hf_kvtransfer.spans import character_spans
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
 
 from ..test_cache import assert_native, calls, run  # noqa: F401
 from ..tiny_models import (

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from hf_kvtransfer.model_tensors import StoredTensor
-from hf_kvtransfer.weights_identity import NUM_SAMPLES, compare_samples, sample_tensors
+from hf_kvtransfer.identity.tensors import StoredTensor
+from hf_kvtransfer.identity.weights import NUM_SAMPLES, compare_samples, sample_tensors
 
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

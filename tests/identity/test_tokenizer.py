@@ -5,9 +5,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_kvtransfer import tokenizer_identity
 from hf_kvtransfer.errors import TokenizerMismatchError
-from hf_kvtransfer.tokenizer_identity import tokenizer_fingerprint
+from hf_kvtransfer.identity import tokenizer as tokenizer_identity
+from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 
 VOCAB = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4, "bc": 5, "<s>": 6}

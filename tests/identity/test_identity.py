@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from hf_kvtransfer.errors import UnsupportedModelError
 from hf_kvtransfer.identity import Difference, ModelIdentity
 
-from .tiny_models import FAMILIES, random_ids, tiny_model
-from .tiny_tokenizers import byte_level_bpe
+from ..tiny_models import FAMILIES, random_ids, tiny_model
+from ..tiny_tokenizers import byte_level_bpe
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

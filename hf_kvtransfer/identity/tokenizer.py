@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from .errors import TokenizerMismatchError
+from ..errors import TokenizerMismatchError
 
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .compat import public_name
-from .geometry import KVGeometry
-from .model_tensors import ModelTensors
-from .nested import leaves
-from .rotary import Rotary
-from .tokenizer_identity import tokenizer_fingerprint
-from .weights_identity import Samples, TensorSample, compare_samples, sample_tensors, sample_weights
+from ..compat import public_name
+from ..geometry import KVGeometry
+from ..nested import leaves
+from ..rotary import Rotary
+from .tensors import ModelTensors
+from .tokenizer import tokenizer_fingerprint
+from .weights import Samples, TensorSample, compare_samples, sample_tensors, sample_weights
 
 
 # Also says where the samples are taken: it changes when these places do.

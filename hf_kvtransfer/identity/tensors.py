@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .compat import unwrap
-from .errors import UnsupportedModelError
+from ..compat import unwrap
+from ..errors import UnsupportedModelError
 
 
 # What PEFT puts a module of the model under when it wraps it. A wrapper tells which adapters are active in it.

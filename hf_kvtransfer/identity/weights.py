@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from .model_tensors import ModelTensors, StoredTensor
+from .tensors import ModelTensors, StoredTensor
 
 
 # Of every tensor. One in each of as many equal stretches, so that no change of a long stretch passes unseen.
