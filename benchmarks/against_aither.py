@@ -44,10 +44,10 @@ from pairs.measuring import (
 )
 
 from hf_kvtransfer import KVMapper, KVMapperConfig, SourceKV, fit_mapper
+from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.demo_models import demo_model_path, run_pip
 from hf_kvtransfer.fidelity.report import FidelityReport
 from hf_kvtransfer.fidelity.statistics import figures
-from hf_kvtransfer.spans import encode_with_spans
 from hf_kvtransfer.translation import Translation
 
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig
 
 from hf_kvtransfer import KVGeometry, KVMapper, SourceKV, fit_mapper
+from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.demo_models import load_demo_model
-from hf_kvtransfer.spans import encode_with_spans
 
 from .exponents import fit_growth
 from .memory import long_text, temporary_memory

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from hf_kvtransfer import FidelityGate, KVMapper, SourceKV, TranslatedCache
+from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.demo_models import load_demo_model
-from hf_kvtransfer.spans import encode_with_spans
 
 
 ROOT = Path(__file__).parents[1]

@@ -26,9 +26,9 @@ from operations import Operations, matmul_rate
 from transformers import DynamicCache
 
 from hf_kvtransfer import FidelityGate, KVMapper, SourceKV, TranslatedCache
+from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.compat import cache_argument, read_into_cache
 from hf_kvtransfer.demo_models import load_demo_model
-from hf_kvtransfer.spans import encode_with_spans
 
 
 ROOT = Path(__file__).parents[1]

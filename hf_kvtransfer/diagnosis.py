@@ -7,6 +7,7 @@ from typing import Literal
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import align_tokens
+from .alignment.spans import encode_with_spans
 from .errors import AlignmentError, TokenizerMismatchError, UnsupportedModelError
 from .fidelity.gate import FidelityGate
 from .fitting.costs import MapPlan
@@ -15,7 +16,6 @@ from .geometry import KVGeometry
 from .identity.tokenizer import tokenizer_fingerprint
 from .mapper import KVMapper
 from .outline import ModelOutline
-from .spans import encode_with_spans
 from .translation import MIN_COVERAGE
 
 

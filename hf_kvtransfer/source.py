@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from .alignment.spans import character_spans, encode_with_spans
 from .cache_policy import cache_policy
 from .compat import read_into_cache, token_losses
 from .completeness import check_holds_every_token, check_read_natively
@@ -19,7 +20,6 @@ from .geometry import KVGeometry
 from .identity import ModelIdentity
 from .padding import check_same_shape, mask_and_positions, pad_rows, unpad_rows
 from .rotary import Rotary
-from .spans import character_spans, encode_with_spans
 
 
 SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"

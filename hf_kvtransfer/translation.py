@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .alignment import TokenAlignment, align_tokens
+from .alignment.spans import character_spans, encode_with_spans
 from .compat import input_device, model_name, read_into_cache
 from .errors import (
     AlignmentError,
@@ -22,7 +23,6 @@ from .padding import pad_rows, positions_from_mask, unpad_rows
 from .pair import check_pair, check_token_features
 from .rotary import Rotary
 from .source import SourceKV
-from .spans import character_spans, encode_with_spans
 from .target_tokens import TargetTokens
 
 

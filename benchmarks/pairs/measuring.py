@@ -26,9 +26,9 @@ from hf_kvtransfer import (
     fit_mapper,
     train_residuals,
 )
+from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.fidelity.report import FidelityReport
-from hf_kvtransfer.spans import encode_with_spans
 from hf_kvtransfer.translation import Translation
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from ..spans import Span
+from ..alignment.spans import Span
 from .log import ModelLog
 from .prompt import ReadText
 

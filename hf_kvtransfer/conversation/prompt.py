@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from ..alignment.spans import Span, character_spans
 from ..errors import ConversationError, EvaluationDataError
 from ..fidelity.chat import Message, render_dialogue, render_turns
 from ..fidelity.prompts import PromptEncoder
-from ..spans import Span, character_spans
 
 
 # Where a model without a chat template has no sign for the end of its reply, it goes on with the next message.

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from ..spans import Span, encode_with_spans
+from ..alignment.spans import Span, encode_with_spans
 
 
 class PromptEncoder:

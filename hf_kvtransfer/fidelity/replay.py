@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..alignment.spans import encode_with_spans
 from ..compat import read_into_cache
 from ..geometry import KVGeometry
 from ..identity import ModelIdentity
@@ -15,7 +16,6 @@ from ..layers import install
 from ..mapper import KVMapper
 from ..pair import check_pair
 from ..source import SourceKV
-from ..spans import encode_with_spans
 from ..translation import Translation
 from .altered_maps import random_map, raw_source
 from .data import Passage

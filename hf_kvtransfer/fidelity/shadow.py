@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..alignment.spans import character_spans
 from ..mapper import KVMapper
 from ..padding import unpad_rows
-from ..spans import character_spans
 from .data import Passage
 from .replay import Replay
 from .results import ArmScore

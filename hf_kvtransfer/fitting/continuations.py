@@ -13,13 +13,13 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..alignment import align_tokens
+from ..alignment.spans import encode_with_spans
 from ..compat import cache_argument, input_device, unwrap
 from ..geometry import KVGeometry
 from ..mapper import KVMapper
 from ..native_states import AttentionInput
 from ..rotary import Rotary, RotaryTables
 from ..source import SourceKV
-from ..spans import encode_with_spans
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..spans import encode_with_spans
+from ..alignment.spans import encode_with_spans
 from .states import PairedStates
 
 

@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..alignment import align_tokens
+from ..alignment.spans import encode_with_spans
 from ..compat import input_device
 from ..errors import CalibrationError
 from ..native_states import AttentionInput
 from ..padding import pad_rows
 from ..source import SourceKV
-from ..spans import encode_with_spans
 from .round_trip import round_trips
 
 

@@ -9,6 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..alignment.spans import character_spans
 from ..cache import TranslatedCache
 from ..compat import model_name
 from ..errors import RefusedError
@@ -17,7 +18,6 @@ from ..fidelity.scoring import continuation_logits
 from ..mapper import KVMapper, mapper_for
 from ..padding import unpad_rows
 from ..source import SourceKV
-from ..spans import character_spans
 
 
 @register_model("hf-kvtransfer")

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..alignment.spans import encode_with_spans
 from ..cache import TranslatedCache
 from ..compat import input_device, read_into_cache
 from ..errors import RefusedError
@@ -17,7 +18,6 @@ from ..fidelity.gate import FidelityGate
 from ..geometry import KVGeometry
 from ..mapper import KVMapper
 from ..source import SourceKV
-from ..spans import encode_with_spans
 from .costs import MeasuredCosts, costs_file, what_decides_costs
 from .machine import reference_seconds
 from .time_model import TimeModel

@@ -6,10 +6,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..alignment import TokenAlignment, align_tokens
+from ..alignment.spans import Span, character_spans
 from ..errors import AlignmentError, BatchMismatchError, PrefixMismatchError
 from ..mapper import KVMapper
 from ..source import SourceKV
-from ..spans import Span, character_spans
 from ..target_tokens import TargetTokens
 from ..translation import MIN_COVERAGE, Translation
 from .segment import Segment

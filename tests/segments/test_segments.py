@@ -18,12 +18,12 @@ from hf_kvtransfer import (
     TranslatedCache,
 )
 from hf_kvtransfer.admission import Admission
+from hf_kvtransfer.alignment.spans import character_spans
 from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.fidelity.tail_reading import read_tail
 from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.layers import PendingLayer
 from hf_kvtransfer.segments.binding import SegmentBinding
-from hf_kvtransfer.spans import character_spans
 
 from ..test_cache import assert_native, calls, run  # noqa: F401
 from ..tiny_models import (

@@ -5,7 +5,7 @@ from itertools import chain
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .errors import TokenizerMismatchError
+from ..errors import TokenizerMismatchError
 
 
 Span = tuple[int, int]

@@ -10,7 +10,7 @@ from os.path import commonprefix
 
 import torch
 
-from .errors import AlignmentError
+from ..errors import AlignmentError
 from .spans import Span, ordered
 
 

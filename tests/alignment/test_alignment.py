@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 
 from hf_kvtransfer.alignment import TokenAlignment, align_tokens
+from hf_kvtransfer.alignment.spans import _decoded_spans, character_spans, encode_with_spans
 from hf_kvtransfer.errors import AlignmentError
-from hf_kvtransfer.spans import _decoded_spans, character_spans, encode_with_spans
 
-from .tiny_tokenizers import SENTENCES, TEXTS, byte_level_bpe
+from ..tiny_tokenizers import SENTENCES, TEXTS, byte_level_bpe
 
 
 def align(source, source_text, target, target_text):
