@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from hf_kvtransfer.errors import UnsupportedModelError
 from hf_kvtransfer.rotary import Rotary
 
-from .generation.families import EXPERTS, LATENT, LINEAR, rope
+from ..generation.families import EXPERTS, LATENT, LINEAR, rope
 
 
 SMALL = {
@@ -264,7 +264,7 @@ def test_long_keys_are_rotated_block_by_block(name, monkeypatch):
     tables = Rotary.from_model(model).at(position_ids)
     expected = tables.remove(key_states, 1)
     # Seven tokens at a time, which does not divide their number.
-    monkeypatch.setattr("hf_kvtransfer.rotary._CPU_BLOCK", 7 * key_states[:, :, :1].numel())
+    monkeypatch.setattr("hf_kvtransfer.rotary.rotary._CPU_BLOCK", 7 * key_states[:, :, :1].numel())
     assert torch.equal(tables.remove(key_states, 1), expected)
     in_place = key_states.clone()
     assert torch.equal(tables.remove(in_place, 1, out=in_place), expected)

@@ -5,24 +5,22 @@ attention, what it was called with is what the architecture really passes, and w
 integer positions into one of those arguments is its rotary embedding.
 """
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .compat import read_into_cache, unwrap
-from .errors import UnsupportedModelError
+from ..compat import read_into_cache, unwrap
+from ..errors import UnsupportedModelError
+from .recording import NUM_PROBE_TOKENS, ModuleCall, RecordingCache, is_position_ids, match_embeddings
 from .rotary_call import RotaryCall, cos_and_sin
 
 
-NUM_PROBE_TOKENS = 8
 # Above 0, where a rotation is the identity. Low, to stay within the original length of length-dependent embeddings.
 FIRST_PROBE_POSITION = 5
 
@@ -81,51 +79,6 @@ class Probe:
     sliding_windows: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    module: nn.Module
-    args: tuple
-    kwargs: dict
-    output: Any = None
-
-    @cached_property
-    def rotary_call(self) -> RotaryCall:
-        """This call, kept without its activations."""
-        bound = self.bind()
-        for name, value in bound.arguments.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                bound.arguments[name] = torch.empty([1] * value.ndim, dtype=value.dtype, device=value.device)
-        assert self.position_name is not None
-        return RotaryCall(self.module, bound, self.position_name)
-
-    @property
-    def position_name(self) -> str | None:
-        arguments = self.bind().arguments
-        return next((name for name, value in arguments.items() if is_position_ids(value)), None)
-
-    def bind(self) -> inspect.BoundArguments:
-        return inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
-
-    def repeat(self, replace: Callable[[Any], Any]) -> None:
-        self.module(*(replace(v) for v in self.args), **{k: replace(v) for k, v in self.kwargs.items()})
-
-
-class _RecordingCache(DynamicCache):
-    """A cache that tells what it is given."""
-
-    def __init__(self, config, on_update: Callable | None = None):
-        super().__init__(config=config)
-        self.on_update = on_update
-        self.updates: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        # Copies: an attention may well go on to write into what it gave away.
-        self.updates[layer_idx] = (key_states.to("cpu", copy=True), value_states.to("cpu", copy=True))
-        if self.on_update is not None:
-            self.on_update(layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
 _PROBES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -157,23 +110,23 @@ def _probe(model: PreTrainedModel) -> Probe:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{model_class} is an encoder-decoder: only decoder-only models are supported.")
 
-    stack: list[_Call] = []
-    attention_calls: dict[int, _Call] = {}
-    rotary_candidates: list[_Call] = []
+    stack: list[ModuleCall] = []
+    attention_calls: dict[int, ModuleCall] = {}
+    rotary_candidates: list[ModuleCall] = []
 
     def enter(module, args, kwargs):
-        stack.append(_Call(module, args, kwargs))
+        stack.append(ModuleCall(module, args, kwargs))
 
     def leave(module, args, kwargs, output):
         stack.pop()
-        call = _Call(module, args, kwargs, output)
+        call = ModuleCall(module, args, kwargs, output)
         if next(module.parameters(), None) is None and call.position_name is not None:
             rotary_candidates.append(call)
 
     def on_update(layer_idx):
         attention_calls[layer_idx] = stack[-1]
 
-    cache = _RecordingCache(model.config, on_update)
+    cache = RecordingCache(model.config, on_update)
     check_cache_layers(cache, model_class)
     sliding_windows = tuple(getattr(layer, "sliding_window", None) for layer in cache.layers)
 
@@ -190,7 +143,7 @@ def _probe(model: PreTrainedModel) -> Probe:
             for hook in hooks:
                 hook.remove()
 
-        replay = _RecordingCache(model.config)
+        replay = RecordingCache(model.config)
         names = {module: name for name, module in model.named_modules()}
         layers: list[LayerProbe | None] = [None] * len(cache.layers)
         for layer_idx, call in attention_calls.items():
@@ -202,10 +155,10 @@ def _probe(model: PreTrainedModel) -> Probe:
 def _probe_layer(
     layer_idx: int,
     name: str,
-    call: _Call,
-    cache: _RecordingCache,
-    replay: _RecordingCache,
-    rotary_candidates: list[_Call],
+    call: ModuleCall,
+    cache: RecordingCache,
+    replay: RecordingCache,
+    rotary_candidates: list[ModuleCall],
     model_class: str,
 ) -> LayerProbe:
     key_states, value_states = cache.updates[layer_idx]
@@ -216,7 +169,9 @@ def _probe_layer(
         )
 
     arguments = list(call.args) + list(call.kwargs.values())
-    embeddings, rotary = _match(call.bind().arguments.get("position_embeddings"), arguments, rotary_candidates)
+    embeddings, rotary = match_embeddings(
+        call.bind().arguments.get("position_embeddings"), arguments, rotary_candidates
+    )
     if embeddings is not None and rotary is None:
         raise UnsupportedModelError(
             f"Layer {layer_idx} of {model_class} receives position embeddings, but no module without parameters made "
@@ -276,46 +231,6 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def is_position_ids(value: Any) -> bool:
-    """Whether an argument of a module stands for the positions of the probe's tokens."""
-    return (
-        isinstance(value, torch.Tensor)
-        and value.ndim >= 2
-        and value.dtype in (torch.int64, torch.int32)
-        and value.shape[-1] == NUM_PROBE_TOKENS
-    )
-
-
-def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if isinstance(value, tuple | list) and value and all(isinstance(v, torch.Tensor) for v in value):
-        return tuple(value)
-    return ()
-
-
-def _match(named: Any, arguments: list[Any], candidates: list[_Call]) -> tuple[Any, _Call | None]:
-    """Finds the argument that is an embedding of positions, and the call that made it."""
-    for argument in arguments:
-        tensors = _tensors(argument)
-        for call in candidates:
-            if tensors and _same(tensors, _tensors(call.output), lambda a, b: a is b):
-                return argument, call
-    # accelerate gives a layer on another device a copy. By value also when called by no name that is known here.
-    for argument in [named] if named is not None else arguments:
-        tensors = _tensors(argument)
-        for call in candidates:
-            if tensors and _same(tensors, _tensors(call.output), lambda a, b: torch.equal(a.cpu(), b.cpu())):
-                return argument, call
-    return named, None
-
-
-def _same(first: tuple, second: tuple, equal: Callable) -> bool:
-    return len(first) == len(second) and all(
-        a.shape == b.shape and a.dtype == b.dtype and equal(a, b) for a, b in zip(first, second, strict=True)
-    )
 
 
 def _identity(embeddings: Any) -> Any:

@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from .errors import UnsupportedModelError
-from .probe import Probe, probe_model
-from .rotary_call import RotaryCall
-from .rotary_layout import LayerRotary, compact, detect, turn
+from ..errors import UnsupportedModelError
+from ..probe import Probe, probe_model
+from ..probe.rotary_call import RotaryCall
+from .layout import LayerRotary, compact, detect, turn
 
 
 # To put a position on, to take it off, and what gradients take back through the former.

@@ -5,8 +5,8 @@ from typing import Literal
 
 import torch
 
-from .errors import UnsupportedModelError
-from .probe import LayerProbe
+from ..errors import UnsupportedModelError
+from ..probe import LayerProbe
 
 
 # How a module's cos and sin columns stand for frequencies: cat(f, f), repeat_interleave(f, 2), f.
