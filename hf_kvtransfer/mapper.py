@@ -20,7 +20,7 @@ from .fidelity.report import FIDELITY_FILE, FidelityReport
 from .hub.download import find_mapper_files
 from .mapper_config import KVMapperConfig
 from .maps import build_layer_map
-from .maps.storage import check_storage, dequantized, num_bytes, quantized
+from .maps.storage import check_storage, dequantized, in_dtype, num_bytes, quantized
 
 
 # What is said of where the files are, not of how they are loaded.
@@ -32,7 +32,14 @@ class KVMapper(PreTrainedModel):
     Maps a source model's position-free keys and values to a target model's, one target layer at a time.
 
     Save, load and share it as any transformers model: `save_pretrained`, `from_pretrained`, `push_to_hub`.
+
+    Weights that are stored as codes, or in another dtype than the target computes in, are made dense in it when a
+    layer is first translated, and kept beside what they are stored as, which is what is saved, counted and compared
+    with the evidence. With `mapper.keep_dense = False` they are made anew in each request, a layer at a time: the
+    mapper takes no more memory than its file, and each request takes longer.
     """
+
+    keep_dense = True
 
     config_class = KVMapperConfig
     base_model_prefix = "mapper"
@@ -70,9 +77,9 @@ class KVMapper(PreTrainedModel):
     def device(self) -> torch.device:
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
-    def layer_on(self, layer_idx: int, device: torch.device) -> nn.Module:
+    def layer_on(self, layer_idx: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """
-        The map of one target layer, on the device where that layer runs.
+        The map of one target layer with plain weights, on the device where that layer runs and in its dtype.
 
         A map follows its layer: it is moved for the first request and is there for every later one, where features
         are others in each request and would have to be moved every time. A moved map takes the place of the one it was
@@ -81,9 +88,13 @@ class KVMapper(PreTrainedModel):
         Args:
             layer_idx (`int`):
                 The target's layer.
-            device (`torch.device`):
-                Where its keys and values are wanted.
+            device (`torch.device`), dtype (`torch.dtype`):
+                Where and as what its keys and values are wanted.
         """
+        layer_map = self._moved_to(device, layer_idx)
+        return in_dtype(layer_map, dtype, keep=self.keep_dense)
+
+    def _moved_to(self, device: torch.device, layer_idx: int) -> nn.Module:
         layer_map = self.layers[layer_idx]
         tensors = [*layer_map.parameters(), *layer_map.buffers()]
         device = torch.empty(0, device=device).device  # "cuda" is a device with a number
@@ -105,7 +116,7 @@ class KVMapper(PreTrainedModel):
 
     def quantize(self, bits: int = 8, group_size: int = 64) -> "KVMapper":
         """
-        A new mapper with its weight matrices in 8 or 4 bits. They are made dense when a layer is used.
+        A new mapper with its weight matrices in 8 or 4 bits. They are made dense when a layer is first used.
 
         It is another mapper: what was measured with this one says nothing about it, so it has no evidence yet.
 

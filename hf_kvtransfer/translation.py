@@ -17,7 +17,6 @@ from .errors import (
 )
 from .geometry import KVGeometry, LayerGeometry
 from .mapper import KVMapper
-from .maps.storage import in_dtype
 from .native_states import NativeStates
 from .padding import pad_rows, positions_from_mask, unpad_rows
 from .pair import check_pair, check_token_features
@@ -244,8 +243,7 @@ class Translation:
         values = torch.empty(self.batch_size, heads, tokens, layer.value_head_dim, device=device, dtype=dtype)
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
-        # Once, and not for each block: weights that are stored otherwise are made what the features are.
-        layer_map = in_dtype(self.mapper.layer_on(layer_idx, device), dtype)
+        layer_map = self.mapper.layer_on(layer_idx, device, dtype)
         block = self._block(layer_map, layer, device, dtype)
         for begin in range(mapped, stop, block):
             end = min(begin + block, stop)

@@ -213,8 +213,8 @@ def test_requests_in_threads_share_a_mapper():
 def test_a_map_that_moves_is_left_to_who_is_using_it():
     mapper = identity_mapper(tiny_model("llama"))
     in_use = mapper.layers[1]
-    assert mapper.layer_on(1, torch.device("cpu")) is in_use
-    elsewhere = mapper.layer_on(1, torch.device("meta"))
+    assert mapper.layer_on(1, torch.device("cpu"), torch.float32) is in_use
+    elsewhere = mapper.layer_on(1, torch.device("meta"), torch.float32)
     assert {weight.device.type for weight in elsewhere.parameters()} == {"meta"}
     assert elsewhere.source_layers == in_use.source_layers
     assert {weight.device.type for weight in in_use.parameters()} == {"cpu"}

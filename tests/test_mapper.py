@@ -1,4 +1,6 @@
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -207,6 +209,35 @@ def test_dequantize():
     features = [torch.rand(1, 5, 32, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     with torch.no_grad():
         assert torch.equal(small.layers[2](features), small.dequantize().layers[2](features))
+
+
+@pytest.mark.parametrize("stored", [{"bits": 8}, {"bits": 4}, None])
+def test_dense_weights_are_those_that_are_stored(stored, tmp_path):
+    """Made once, anew where something has changed, and no part of what is saved, compared or copied."""
+    mapper = mapper_of(EVERY_KIND) if stored is None else mapper_of(EVERY_KIND).quantize(**stored)
+    cpu, dtype = torch.device("cpu"), torch.bfloat16 if stored is None else torch.float32
+    digest, size = mapper.digest(), mapper.num_bytes()
+    for layer_idx in mapper.config.mapped_layers:
+        plain = mapper.layer_on(layer_idx, cpu, dtype)
+        assert plain is mapper.layer_on(layer_idx, cpu, dtype)
+        expected = mapper.dequantize(dtype).layers[layer_idx].state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in plain.state_dict().items())
+    assert mapper.layer_on(1, cpu, torch.float64).bias.dtype == torch.float64
+    assert (mapper.digest(), mapper.num_bytes()) == (digest, size)
+    mapper.save_pretrained(tmp_path)
+    assert KVMapper.from_pretrained(tmp_path).digest() == digest
+    with torch.no_grad():
+        mapper.layers[1].bias.add_(1)
+    assert torch.equal(mapper.layer_on(1, cpu, dtype).bias, mapper.layers[1].bias.to(dtype))
+
+
+def test_dense_weights_are_not_kept_where_they_are_not_wanted():
+    mapper = mapper_of(EVERY_KIND).quantize(8)
+    kept = weakref.ref(mapper.layer_on(1, torch.device("cpu"), torch.float32))
+    mapper.keep_dense = False
+    assert mapper.layer_on(1, torch.device("cpu"), torch.float32) is not kept()
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_cannot_be_quantised():

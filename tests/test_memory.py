@@ -68,6 +68,24 @@ def test_no_more_than_two_layers_between_tokenizers(pair, tokenizers):
     assert temporary <= 2 * layer
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_in_8_bits_are_made_dense_once(pair, keep):
+    """Later requests take no memory for them; without `keep_dense` every request does, and the mapper none."""
+    source, target = pair
+    mapper = random_mapper(source, target, token_features=64).quantize(8)
+    mapper.keep_dense = keep
+    before = mapper.digest(), mapper.num_bytes()
+    source_kv = SourceKV.prefill(source, None, random_ids(source, 1, 128))
+    first = temporary_memory(source_kv, mapper, target, **UNGATED)[0]
+    temporary, layer, _ = temporary_memory(source_kv, mapper, target, **UNGATED)
+    dense = 4 * mapper.target_geometry.num_features(0) * (7 * mapper.source_geometry.num_features(0) + 4 * 64)
+    if keep:
+        assert temporary <= 2 * layer and first - temporary >= dense
+    else:
+        assert temporary == first
+    assert (mapper.digest(), mapper.num_bytes()) == before
+
+
 def update(cache, layer_idx):
     states = torch.zeros(1, 2, 1, 24)
     cache.update(states, states, layer_idx)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -10,6 +11,9 @@ from torch.nn.functional import pad
 
 # Codes are symmetric around 0, so that a weight of 0 stays 0.
 LARGEST_CODE = {8: 127, 4: 7}
+
+# Layer maps with plain weights beside those whose weights are stored otherwise, and what they were made of.
+_PLAIN: WeakKeyDictionary[nn.Module, tuple[tuple, nn.Module]] = WeakKeyDictionary()
 
 
 class QuantizedWeight(nn.Module):
@@ -138,12 +142,31 @@ def dequantized(layer_map: nn.Module, dtype: torch.dtype) -> nn.Module:
     return other.to(dtype)
 
 
-def in_dtype(layer_map: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The layer map itself if its weights are plain and of `dtype`, else a copy of which they are."""
+def in_dtype(layer_map: nn.Module, dtype: torch.dtype, keep: bool) -> nn.Module:
+    """
+    The layer map itself if its weights are plain and of `dtype`, else a copy of which they are.
+
+    Args:
+        layer_map (`nn.Module`):
+            The layer map.
+        dtype (`torch.dtype`):
+            What is wanted.
+        keep (`bool`):
+            Whether the copy is there for the next caller, as long as the layer map lives and its weights are not
+            changed (not even in place, but for changes through `.data`, which leave no trace).
+    """
+    tensors = [*layer_map.parameters(), *layer_map.buffers()]
     plain = not any(isinstance(module, QuantizedWeight) for module in layer_map.modules())
-    if plain and all(weight.dtype == dtype for weight in layer_map.parameters()):
+    if plain and all(tensor.dtype == dtype for tensor in tensors):
         return layer_map
-    return dequantized(layer_map, dtype)
+    if not keep or any(tensor.is_inference() for tensor in tensors):  # which do not tell of changes
+        _PLAIN.pop(layer_map, None)
+        return dequantized(layer_map, dtype)
+    version = dtype, *((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    kept = _PLAIN.get(layer_map)
+    if kept is None or kept[0] != version:
+        kept = _PLAIN[layer_map] = version, dequantized(layer_map, dtype)
+    return kept[1]
 
 
 def num_bytes(module: nn.Module) -> int:
