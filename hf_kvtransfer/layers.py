@@ -34,6 +34,10 @@ class LayerTranslator(Protocol):
 
     def prefill(self) -> DynamicCache: ...
 
+    def check_target(self) -> None:
+        """Raise [`PairMismatchError`] if the target is not any more what it was when the request was bound."""
+        ...
+
     def only(self, layer_idx: int) -> "LayerTranslator":
         """The same for one layer, which keeps alive no more of the source than that layer reads."""
         ...
@@ -283,6 +287,9 @@ class FilledTranslator:
 
     def prefill(self) -> DynamicCache:
         return self.translator.prefill()
+
+    def check_target(self) -> None:
+        self.translator.check_target()
 
     def layer(
         self, layer_idx: int, start: int, stop: int, device: torch.device, dtype: torch.dtype

@@ -46,6 +46,8 @@ class RestoringCache(GuardedCache):
             self._before.clear()  # another forward pass has begun
         before, failure = Snapshot.of(self.layers[layer_idx]), None
         try:
+            if isinstance(layer := self.layers[layer_idx], PendingLayer) and not self._before:
+                layer.pending.translator.check_target()
             states = self._translate_and_update(key_states, value_states, layer_idx, before, *args, **kwargs)
         except BaseException as error:
             if "pending" in before.attributes:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from .adapters import check_filled_with_adapters
 from .alignment.spans import character_spans, encode_with_spans
 from .cache_policy import cache_policy
 from .compat import read_into_cache, token_losses
@@ -19,7 +20,7 @@ from .errors import SourceCacheError
 from .geometry import KVGeometry
 from .identity import ModelIdentity
 from .padding import check_same_shape, mask_and_positions, pad_rows, unpad_rows
-from .rotary import Rotary
+from .rotary import Rotary, RotaryTables
 
 
 SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"
@@ -167,8 +168,9 @@ class SourceKV:
         if input_ids.shape[1] == 0:
             raise SourceCacheError("`text` has no tokens, there is nothing to prefill.")
         mask, position_ids = mask_and_positions(input_ids, attention_mask, None)
+        geometry = KVGeometry.from_model(model)
         # A rotary embedding that depends on the length of the call is refused before the prefill is paid for.
-        Rotary.from_model(model).check_length(int(position_ids.max()) + 1)
+        tables = Rotary.from_model(model).at(position_ids)
         cache = DynamicCache(config=model.config)
         cache.activate_past_recording()
         logits = read_into_cache(
@@ -179,16 +181,21 @@ class SourceKV:
             attention_mask=None if mask.all() else mask,
             position_ids=position_ids,
         )
-        return cls.from_cache(
-            cache,
-            model,
-            input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            tokenizer=tokenizer,
-            token_losses=None if logits is None else _last_losses(logits, input_ids, mask),
-            text=rows,
-            spans=spans,
+        check_holds_every_token(cache, geometry, *input_ids.shape)
+        if tokenizer is not None and rows is None:
+            rows, spans = _decoded(tokenizer, input_ids, mask)
+        rows, spans = _cut_text(rows, spans, mask.cpu(), slice(None))
+        return cls(
+            _position_free(cache, geometry, tables),
+            geometry,
+            input_ids.cpu(),
+            mask.cpu(),
+            position_ids.cpu(),
+            ModelIdentity.from_model(model, tokenizer),
+            rows,
+            spans,
+            None if logits is None else _last_losses(logits, input_ids, mask),
+            cache_policy(cache),
         )
 
     @classmethod
@@ -233,7 +240,8 @@ class SourceKV:
 
         Raises:
             `SourceCacheError`: the cache does not hold the key and value of every token of `input_ids`, or those
-                wanted are translated themselves.
+                wanted are translated themselves; or, of a model with adapters of PEFT, others than those that are at
+                work now have filled it. To see that, the model reads the first 8 tokens again.
             `UnsupportedModelError`: the model's keys cannot be made position-free.
         """
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
@@ -246,26 +254,12 @@ class SourceKV:
         check_read_natively(cache, start, stop)  # first: pending layers need not be translated to be refused
         check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions[:, start:stop])
-        features: list[torch.Tensor | None] = []
-        for layer_idx, layer in enumerate(geometry.layers):
-            if layer is None:
-                features.append(None)
-                continue
-            # Token-major memory: a token's features of all heads lie together, as the maps read them.
-            keys, values = cache.layers[layer_idx].keys.detach(), cache.layers[layer_idx].values.detach()
-            keys, values = keys[:, :, start:stop], values[:, :, start:stop]
-            states = keys.new_empty(len(input_ids), stop - start, geometry.num_features(layer_idx))
-            key_view, value_view = layer.split_heads(states)
-            tables.remove(keys, layer_idx, out=key_view)
-            value_view.copy_(values)
-            features.append(states)
+        check_filled_with_adapters(cache, model, geometry, input_ids, mask, positions)
         if tokenizer is not None and text is None:
-            decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
-            text = [row for row, _ in decoded]
-            spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
+            text, spans = _decoded(tokenizer, input_ids, mask)
         text, spans = _cut_text(text, spans, mask.cpu(), slice(start, stop))
         return cls(
-            features,
+            _position_free(cache, geometry, tables, start, stop),
             geometry,
             input_ids[:, start:stop].cpu(),
             mask[:, start:stop].cpu(),
@@ -328,6 +322,35 @@ class SourceKV:
             if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
                 raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
         return cls(features, geometry, ids, mask, positions, identity, text, spans, losses, policy)
+
+
+def _position_free(
+    cache: Cache, geometry: KVGeometry, tables: RotaryTables, start: int = 0, stop: int | None = None
+) -> list[torch.Tensor | None]:
+    """Keys without rotary embedding, whose `tables` are for the range of tokens, and values, as in [`SourceKV`]."""
+    features: list[torch.Tensor | None] = []
+    for layer_idx, layer in enumerate(geometry.layers):
+        if layer is None:
+            features.append(None)
+            continue
+        keys, values = cache.layers[layer_idx].keys.detach(), cache.layers[layer_idx].values.detach()
+        keys, values = keys[:, :, start:stop], values[:, :, start:stop]
+        # Token-major memory: a token's features of all heads lie together, as the maps read them.
+        states = keys.new_empty(keys.shape[0], keys.shape[2], geometry.num_features(layer_idx))
+        key_view, value_view = layer.split_heads(states)
+        tables.remove(keys, layer_idx, out=key_view)
+        value_view.copy_(values)
+        features.append(states)
+    return features
+
+
+def _decoded(
+    tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[list[str], torch.Tensor]:
+    """The text of each row, and the characters of it that each token stands for."""
+    decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
+    spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
+    return [text for text, _ in decoded], spans
 
 
 def _cut_text(

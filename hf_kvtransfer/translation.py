@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .adapters import TargetAdapters
 from .alignment import TokenAlignment, align_tokens
 from .alignment.spans import character_spans, encode_with_spans
 from .compat import input_device, model_name, read_into_cache
@@ -141,6 +142,7 @@ class Translation:
         self.geometry = KVGeometry.from_model(target)
         self._rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
         check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
+        self._adapters = TargetAdapters(target)
 
     @property
     def batch_size(self) -> int:
@@ -262,6 +264,10 @@ class Translation:
     def prefill(self) -> DynamicCache:
         """What the target caches when it reads the tokens itself, every one of them also in sliding windows."""
         return self._target_tokens.prefill(self.length)
+
+    def check_target(self) -> None:
+        """Raise [`PairMismatchError`] if the target's adapters were switched since the request was bound."""
+        self._adapters.check()
 
     def _align(
         self,

@@ -11,6 +11,8 @@ from hf_kvtransfer import (
     KVMapper,
     PairMismatchError,
     RefusedError,
+    Segment,
+    SourceCacheError,
     SourceKV,
     TranslatedCache,
     UnsupportedModelError,
@@ -186,6 +188,82 @@ def test_adapters_are_switched_from_request_to_request(llama):
     other_kv = SourceKV.prefill(model, None, ids[:, :CONTEXT])
     model.set_adapter("one")
     assert adapter_mapper(other_kv, model).config.fit["exact_layers"] == [0, 1]
+
+
+@pytest.fixture
+def switched(llama):
+    """A model with four adapters. Of the keys and values only the last layer's depend on them, and not on all four."""
+    model = adapted(llama, ["q_proj", *MLP], "late", layers_to_transform=[3])
+    for seed, name in enumerate(("last", "other", "head"), 1):
+        where = (
+            {"target_modules": ["lm_head"]} if name == "head" else {"target_modules": ["layers.3.self_attn.v_proj"]}
+        )
+        model.add_adapter(name, peft.LoraConfig(r=4, **where))
+        randomized(model, name, seed)
+    return model
+
+
+def test_a_cache_that_another_adapter_has_filled_is_no_source(switched, llama):
+    ids = random_ids(llama, 2, CONTEXT)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    switched.set_adapter("last")
+    inner = switched.get_base_model()
+    cache = inner(ids, attention_mask=mask, use_cache=True).past_key_values
+    assert SourceKV.from_cache(cache, switched, ids, attention_mask=mask).identity.adapters.keys() == {"last"}
+    switched.set_adapter("other")
+    with pytest.raises(SourceCacheError, match="other adapters than adapter other .* values in layer 3"):
+        SourceKV.from_cache(cache, switched, ids, attention_mask=mask)
+    with switched.disable_adapter(), pytest.raises(SourceCacheError, match="other adapters than no adapter"):
+        SourceKV.from_cache(cache, switched, ids, attention_mask=mask)
+    # One that has no say in the keys and values of this model may have filled it.
+    with switched.disable_adapter():
+        cache = inner(ids, attention_mask=mask, use_cache=True).past_key_values
+    for name in ("late", "head"):
+        switched.set_adapter(name)
+        assert len(SourceKV.from_cache(cache, switched, ids, attention_mask=mask)) == CONTEXT
+
+
+def test_a_cache_that_another_adapter_has_filled_is_not_translated(switched, llama):
+    ids = random_ids(llama, 1, CONTEXT + 4)
+    switched.set_adapter("last")
+    past = switched.get_base_model()(ids[:, :CONTEXT], use_cache=True).past_key_values
+    mapper = adapter_mapper(switched, switched)
+    arguments = {"source_model": switched, "source_input_ids": ids[:, :CONTEXT]}
+    assert TranslatedCache(past, mapper, switched, **arguments).report.outcome == "translated"
+    switched.set_adapter("other")
+    cache = TranslatedCache(past, mapper, switched, **arguments)
+    assert cache.report.outcome == "recomputed"
+    [reason] = cache.report.reasons
+    assert reason.startswith("SourceCacheError: The source cache was filled with other adapters than adapter other")
+    output = generate(switched, {"input_ids": ids}, cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(output, switched.generate(input_ids=ids, max_new_tokens=6, do_sample=False))
+
+
+def test_a_target_whose_adapter_is_switched_reads_the_context_itself(switched, llama):
+    ids = random_ids(llama, 1, CONTEXT + 4)
+    switched.set_adapter("last")
+    source_kv = SourceKV.prefill(switched, None, ids[:, :CONTEXT])
+    mapper = adapter_mapper(source_kv, switched)
+    caches = [TranslatedCache(source_kv, mapper, switched, on_refusal=how) for how in ("recompute", "raise")]
+    segments = [Segment(0, CONTEXT, source_kv, mapper)]
+    caches.insert(1, TranslatedCache.from_segments(segments, switched, ids))
+    assert all(cache.report.outcome == "translated" for cache in caches)
+    switched.set_adapter("other")
+    expected = switched.generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+    for cache in caches[:2]:
+        output = generate(switched, {"input_ids": ids}, cache, max_new_tokens=6, do_sample=False)
+        assert torch.equal(output, expected)
+        assert cache.report.outcome == "recomputed"
+        [reason] = cache.report.reasons
+        assert "continues with adapter other, the cache was made for adapter last" in reason
+    with pytest.raises(PairMismatchError, match="continues with adapter other"):
+        generate(switched, {"input_ids": ids}, caches[2], max_new_tokens=6, do_sample=False)
+    # Nothing was used: with the adapter that it was made for it serves still.
+    switched.set_adapter("last")
+    output = generate(switched, {"input_ids": ids}, caches[2], max_new_tokens=6, do_sample=False)
+    assert torch.equal(output, switched.generate(input_ids=ids, max_new_tokens=6, do_sample=False))
+    assert caches[2].report.translated_tokens > 0
 
 
 def test_a_correction_of_what_is_not_exact(llama):

@@ -136,15 +136,15 @@ class _Walk:
             if key not in module._non_persistent_buffers_set:
                 self.add(module, key, buffer, _join(name, key), offload, into)
 
-        wraps = _wraps(module)
-        active = _active_adapters(module) if wraps else []
+        wraps = is_wrapper(module)
+        active = active_adapters(module) if wraps else []
         for key, child in module._modules.items():
             if child is None:
                 continue
             below = offload and Offloaded(offload.hook, _join(offload.name, key))
             if not wraps:
                 self.visit(child, _join(name, key), _join(path, key), below, into)
-            elif key in _WRAPPED or _wraps(child):
+            elif key in _WRAPPED or is_wrapper(child):
                 self.visit(child, name, _join(path, key), below, into)
             else:
                 self.visit_adapters(child, active, _join(path, key), below)
@@ -195,11 +195,12 @@ def _offload_hook(module: nn.Module) -> Any:
     return next((hook for hook in hooks if getattr(hook, "weights_map", None) is not None), None)
 
 
-def _wraps(module: nn.Module) -> bool:
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether PEFT has put this in place of a module of the model."""
     return any(key in module._modules for key in _WRAPPED) and hasattr(module, "active_adapters")
 
 
-def _active_adapters(module: Any) -> list[str]:
+def active_adapters(module: Any) -> list[str]:
     """The adapters that a layer of PEFT applies: none while they are disabled, or merged into its weights."""
     return [] if module.disable_adapters or module.merged_adapters else list(module.active_adapters)
 

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from ..adapters import TargetAdapters
 from ..compat import input_device, model_name, read_into_cache
 from ..geometry import KVGeometry
 from ..layers import install
@@ -29,6 +30,7 @@ class SegmentedTranslation:
     def __init__(self, prompt: SegmentedPrompt, held: Cache | None = None, num_held: int = 0):
         self.prompt, self.num_held, self.length = prompt, num_held, num_held
         self.geometry = KVGeometry.from_model(prompt.target)
+        self._adapters = TargetAdapters(prompt.target)
         self._held = dict(enumerate(held.layers)) if held is not None else {}
         self._mapped: tuple[SegmentTranslation, ...] = ()
         # Also of the segments that are in `held` by now.
@@ -141,3 +143,6 @@ class SegmentedTranslation:
 
     def prefill(self) -> DynamicCache:
         return self.prompt.tokens.prefill(self.length)
+
+    def check_target(self) -> None:
+        self._adapters.check()
