@@ -51,6 +51,14 @@ def fit(
     ] = 200_000,
     max_length: Annotated[int, typer.Option(min=1, help="Target tokens to which each text is cut.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts read at once.")] = 8,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What sums and solves may take: 16GB. Where it is too little for all layers at once, the states of "
+            "both models are written to the mapper's folder meanwhile.",
+        ),
+    ] = None,
     residuals: Annotated[
         int, typer.Option(min=0, metavar="TEXTS", help="Texts to train the MLPs of kind residual_mlp on.")
     ] = 0,
@@ -107,9 +115,11 @@ def fit(
         "max_tokens": max_tokens or None,
         "max_length": max_length,
         "batch_size": batch_size,
+        "memory": memory,
         "seed": seed,
     }
 
+    from ..fidelity.gate import FidelityGate
     from .fit_steps import fit_in_steps
 
     try:
@@ -124,16 +134,17 @@ def fit(
             )
         raise typer.Exit(130) from None
     shutil.rmtree(work, ignore_errors=True)
-    _print(mapper, folder, source, target, as_json)
+    admitted = FidelityGate().admit(mapper, *models).admitted
+    _print(mapper, admitted, folder, source, target, as_json)
 
 
-def _print(mapper: "KVMapper", folder: Path, source: str, target: str, as_json: bool) -> None:
+def _print(mapper: "KVMapper", admitted: bool, folder: Path, source: str, target: str, as_json: bool) -> None:
     from ..layer_table import explained_variance
 
     explained = explained_variance(mapper)
     upcoming = f"hf-kvtransfer evaluate {folder} --source {source} --target {target} --data HELD_OUT.jsonl"
     if as_json:
-        entries = {"folder": str(folder), "bytes": mapper.num_bytes(), "digest": mapper.digest()}
+        entries = {"folder": str(folder), "bytes": mapper.num_bytes(), "digest": mapper.digest(), "admitted": admitted}
         output.print_object(entries | {"explained_variance": explained, "fit": mapper.config.fit, "next": upcoming})
         return
     output.print_line(f"{folder}: {output.size(mapper.num_bytes())}", "bold green")
@@ -142,7 +153,12 @@ def _print(mapper: "KVMapper", folder: Path, source: str, target: str, as_json: 
             f"Of held-out text it explains {explained['keys']:.1%} of the keys' and {explained['values']:.1%} of the "
             f"values' variance, least in layer {explained['worst']['layer']} ({explained['worst']['value']:.1%})."
         )
-    output.print_line(f"Without evidence no gate admits it. Measure it on other text:\n  {upcoming}", "dim")
+    advice = (
+        "It copies layers that are the same in both models: the default gate sees that, and admits it without evidence"
+        if admitted
+        else "Without evidence the default gate refuses it"
+    )
+    output.print_line(f"{advice}. Measure it on other text:\n  {upcoming}", "dim")
 
 
 def parse_texts(arguments: Sequence[str]) -> Any:

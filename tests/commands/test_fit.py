@@ -35,6 +35,7 @@ def test_fit_says_what_was_made_and_what_to_run_next(command, run, tmp_path):
     assert mapper.config.fit["num_texts"] == 24
     assert f"{mapper.num_bytes() / 1e3:.1f} kB" in result.stdout
     assert "explains" in result.stdout
+    assert "Without evidence the default gate refuses it. Measure it" in result.stdout
     assert f"hf-kvtransfer evaluate {tmp_path / 'new'} --source" in result.stdout
     assert "Summing" in result.stderr
     assert not (tmp_path / "new" / WORK_FOLDER).exists()
@@ -43,16 +44,23 @@ def test_fit_says_what_was_made_and_what_to_run_next(command, run, tmp_path):
 def test_options_reach_the_fit(models, texts, run, tmp_path):
     mixture = ("--data", f"0.7={texts}", "--data", f"0.3={texts}")
     options = ("--kind", "low_rank", "--rank", 3, "--native-layers", 1, "--storage-bits", 8, "--max-tokens", 2000)
-    result = run("fit", tmp_path / "new", *models, *mixture, *options, "--budget", "60kB", "--json")
+    result = run("fit", tmp_path / "new", *models, *mixture, *options, "--budget", "60kB", "--memory", "1MB", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     mapper = KVMapper.from_pretrained(tmp_path / "new")
     assert found["digest"] == mapper.digest()
+    assert found["admitted"] is False
     assert mapper.config.native_layers == 1
     assert mapper.config.storage["bits"] == 8
     assert {spec.get("rank") for spec in mapper.config.layers} == {None, 3}
     assert found["fit"]["train_tokens"] + found["fit"]["held_out_tokens"] < 2300  # to the end of a text
     assert found["bytes"] < 60_000
+
+
+def test_exact_copies_are_admitted_as_they_are(models, texts, run, tmp_path):
+    result = run("fit", tmp_path / "new", *models, "--data", texts, "--kind", "identity", "--native-layers", -1)
+    assert result.exit_code == 0, result.output
+    assert "the default gate sees that, and admits it without evidence" in " ".join(result.stdout.split())
 
 
 def test_all_steps_and_interruption(command, run, tmp_path, monkeypatch):
@@ -98,6 +106,7 @@ def test_a_mapper_is_not_replaced_unasked(mapper, models, texts, run):
         (("--storage-bits", 3), "must be 8, 4 or None, got 3"),
         (("--budget", "much"), "must be a positive number of bytes"),
         (("--budget", "1kB"), "the smallest mapper"),
+        (("--memory", "1kB"), "even alone"),
     ],
 )
 def test_bad_input(options, problem, models, texts, run, tmp_path):
