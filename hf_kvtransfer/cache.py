@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .admission import Admission
+from .effort import check_effort, read_again
 from .errors import KVTransferError, PrefixMismatchError, RefusedError
 from .fidelity.gate import FidelityGate
 from .fidelity.tail_probe import probe_tail
@@ -70,6 +71,10 @@ class TranslatedCache(RestoringCache):
             of them with the bands in the mapper's evidence: 8, 16 or 32, other numbers are rounded down to one of
             these, and contexts of less than twice as many tokens are probed with fewer, below 16 not at all. By
             default as many as the evidence recommends; 0 for no probe.
+        effort (`float`, *optional*, defaults to 0):
+            Share of the translated tokens that the target reads again, from 0, where all are translated, to 1, which
+            is a prefill. It chooses those of which its own first layers make something else, and reads them at once,
+            on top of the others; rows must be without padding. The probe is of the translation, before.
         storage (`Cache`, *optional*):
             How the target's tokens are stored: an empty cache of transformers, made with the target's config, whose
             layers are copied. `StaticCache(target.config, max_cache_len=4096)` for a compiled decode,
@@ -115,6 +120,7 @@ class TranslatedCache(RestoringCache):
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
         probe_tokens: int | None = None,
+        effort: float = 0.0,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
         policy: "TransferPolicy | None" = None,
@@ -122,6 +128,7 @@ class TranslatedCache(RestoringCache):
         revision: str | None = None,
     ):
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
+        check_effort(effort)
         if not isinstance(source, SourceKV) and (source_model is None or source_input_ids is None):
             raise ValueError(
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
@@ -146,7 +153,7 @@ class TranslatedCache(RestoringCache):
                 tail_tokens=tail_tokens,
             )
 
-        self._stand_for(bind, admission, probe_tokens)
+        self._stand_for(bind, admission, probe_tokens, effort)
 
     @classmethod
     def from_segments(
@@ -161,6 +168,7 @@ class TranslatedCache(RestoringCache):
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
         probe_tokens: int | None = None,
+        effort: float = 0.0,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
         on_refusal: OnRefusal = "recompute",
@@ -184,8 +192,9 @@ class TranslatedCache(RestoringCache):
             prefix (`Cache`, *optional*):
                 What the target has in a cache of the prompt's first tokens, every one in every layer (see
                 `activate_past_recording`). It is left as it is, and stands by itself where the segments are refused.
-            target_tokenizer, sink_tokens, tail_tokens, probe_tokens, storage, gate, on_refusal:
+            target_tokenizer, sink_tokens, tail_tokens, probe_tokens, effort, storage, gate, on_refusal:
                 As of [`TranslatedCache`]: the tail is that of the prompt, the probe of the last translated segment.
+                `effort` is a share of the tokens from the first translated one on.
 
         Raises:
             `ValueError`: segments that overlap, leave a gap or reach beyond the prompt or the target's positions.
@@ -194,6 +203,7 @@ class TranslatedCache(RestoringCache):
             [`KVTransferError`]: with `on_refusal="raise"`, also for a single segment that cannot be translated.
         """
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
+        check_effort(effort)
         held = 0 if prefix is None else int(prefix.get_seq_length())
         first = min(segments[0].start, held) if segments else held
         num_tokens = input_ids.shape[1]
@@ -207,7 +217,7 @@ class TranslatedCache(RestoringCache):
         def bind() -> SegmentedTranslation:
             return binding.bind(segments, admission, sink_tokens, raises=on_refusal == "raise")
 
-        cache._stand_for(bind, admission, probe_tokens, binding.prefix)
+        cache._stand_for(bind, admission, probe_tokens, effort, binding.prefix)
         known = getattr(prefix, "translated_mask", None)
         if known is not None and known.numel():
             known = known[:, : cache._num_prefix]
@@ -229,19 +239,27 @@ class TranslatedCache(RestoringCache):
         bind: Callable[[], Translation | SegmentedTranslation],
         admission: Admission,
         probe_tokens: int | None,
+        effort: float,
         prefix: SegmentedTranslation | None = None,
     ) -> None:
         """Hold what `bind` gives if nothing speaks against it, else the prefix, if there is one."""
         translation: Translation | SegmentedTranslation | None = None
         translator: LayerTranslator | None = None
-        probe = None
+        probe, translated = None, torch.empty(0, 0, dtype=torch.bool)
         try:
             translation = bind()
             translator, probe = probe_tail(translation, probe_tokens)
             if probe is not None and not probe.passed:
                 raise RefusedError(f"The translated cache does not stand for this context: {probe}.")
+            translated, probed = translation.translated_mask.clone(), 0 if probe is None else probe.tokens
+            translated[:, translation.length - probed :] = False
+            if effort:
+                translator, read = read_again(translation, translator, effort, probed)
+                translated &= ~read
             outcome = "translated" if translation.segments else "recomputed"
-            self.report = TransferReport.make(outcome, translation, verdict=admission.verdict, probe=probe)
+            self.report = TransferReport.make(
+                outcome, translation, int(translated.sum()), verdict=admission.verdict, probe=probe
+            )
         # Whatever fails while nothing has been used yet costs time only; wrong arguments were refused before.
         except Exception as error:
             if self._on_refusal == "raise":
@@ -251,13 +269,12 @@ class TranslatedCache(RestoringCache):
                 self.report = dataclasses.replace(TransferReport.named(mappers), verdict=verdict, probe=probe)
             self._refuse(describe(error))
             translation, translator = prefix, prefix
+            translated = self.translated_mask if prefix is None else prefix.translated_mask
         if translation is None:
             return
         check_room(self, translation.geometry, translation.length)
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
-        self.translated_mask = translation.translated_mask.clone()
-        if probe is not None and self.report.outcome == "translated":
-            self.translated_mask[:, -probe.tokens :] = False
+        self.translated_mask = translated
         self._num_prefix = 0 if prefix is None else prefix.length
         install(self, translator)
 

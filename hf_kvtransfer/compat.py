@@ -17,7 +17,7 @@ def read_into_cache(
     cache: Cache,
     input_ids: torch.Tensor,
     num_logits: int = 0,
-    **arguments: torch.Tensor | None,
+    **arguments: torch.Tensor | dict[str, torch.Tensor] | None,
 ) -> torch.Tensor | None:
     """
     Let a model read tokens for the sake of its cache: no gradients, and no more logits than asked for.
@@ -31,9 +31,9 @@ def read_into_cache(
             `[batch, tokens]`, on any device.
         num_logits (`int`, *optional*, defaults to 0):
             Number of last tokens whose logits are wanted.
-        arguments (`torch.Tensor`, *optional*):
-            Further tensors for `forward`, such as `attention_mask` and `position_ids`; left out if it takes none of
-            that name, as models without positions do.
+        arguments (`torch.Tensor` or `dict`, *optional*):
+            Further tensors for `forward`, such as `attention_mask` (or one for each type of layer) and `position_ids`;
+            left out if it takes none of that name, as models without positions do.
 
     Returns:
         `torch.Tensor`, *optional*: `[batch, num_logits, vocab_size]`, in float32. `None` if none are wanted, or the
@@ -43,7 +43,11 @@ def read_into_cache(
     parameters = inspect.signature(reader.forward).parameters
     device = input_device(model)
     call: dict[str, Any] = {
-        name: None if value is None else value.to(device) for name, value in arguments.items() if name in parameters
+        name: {key: part.to(device) for key, part in value.items()}
+        if isinstance(value, dict)
+        else (None if value is None else value.to(device))
+        for name, value in arguments.items()
+        if name in parameters
     }
     call[cache_argument(reader)] = cache
     if "logits_to_keep" in parameters:  # also where the base model is the whole model

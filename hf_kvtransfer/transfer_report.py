@@ -34,8 +34,8 @@ class TransferReport:
         translated_tokens (`int`):
             Target tokens whose keys and values are translated.
         native_tokens (`int`):
-            Target tokens of the context that the target has read itself, at its start, for the probe, and between
-            segments that are translated.
+            Target tokens of the context that the target has read itself, at its start, for the probe, between
+            segments that are translated, and as its `effort`.
         held_back_tokens (`int`):
             Target tokens at the end of the context that the target still has to read.
         native_layers (`int`, *optional*):
@@ -76,15 +76,14 @@ class TransferReport:
         cls,
         outcome: str,
         translation: Translation | SegmentedTranslation,
+        translated_tokens: int,
         *,
         verdict: Verdict | None = None,
         probe: ProbeResult | None = None,
     ) -> "TransferReport":
-        """A report with the counts of a translation."""
+        """A report with the counts of a translation, of which the target has not read so many tokens itself."""
         mappers = list({id(segment.mapper): segment.mapper for segment in translation.segments}.values())
         native_layers = [mapper.config.native_layers for mapper in mappers]
-        probed = 0 if probe is None else probe.tokens * translation.batch_size
-        translated = int(translation.translated_mask.sum()) - probed
         return dataclasses.replace(
             cls.named(mappers),
             outcome=outcome,
@@ -92,8 +91,8 @@ class TransferReport:
             verdict=verdict,
             probe=probe,
             source_tokens=sum(segment.source_tokens for segment in translation.segments),
-            translated_tokens=translated,
-            native_tokens=int(translation.attention_mask.sum()) - translated,
+            translated_tokens=translated_tokens,
+            native_tokens=int(translation.attention_mask.sum()) - translated_tokens,
             held_back_tokens=translation.held_back_tokens,
             native_layers=None if None in native_layers else min(native_layers, default=None),
             coverage=translation.coverage,

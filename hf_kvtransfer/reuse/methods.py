@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import TranslatedCache
+from ..effort import check_effort
 from ..fidelity.gate import FidelityGate
 from ..fidelity.prompts import PromptEncoder
 from ..mapper import KVMapper, mapper_for
@@ -28,6 +29,9 @@ class TranslatedChunks:
         reread_tokens (`int`, *optional*, defaults to 0):
             First tokens of each chunk but the first one that the target reads itself, on top of the chunks before:
             they were attention sinks where the source has read them.
+        effort (`float`, *optional*, defaults to 0):
+            Share of the tokens that the target reads again at once, those that it makes the most else of, see
+            [`TranslatedCache`].
         gate ([`FidelityGate`], *optional*):
             What is asked of the mapper's evidence.
     """
@@ -41,10 +45,13 @@ class TranslatedChunks:
         source_tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
         reread_tokens: int = 0,
+        effort: float = 0.0,
         gate: FidelityGate | None = None,
     ):
         check_not_negative(reread_tokens=reread_tokens)
-        self.source, self.target, self.gate, self.reread_tokens = source, target, gate, reread_tokens
+        check_effort(effort)
+        self.source, self.target, self.gate = source, target, gate
+        self.reread_tokens, self.effort = reread_tokens, effort
         self.mapper = mapper_for(mapper, target)
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self._num_front = len(PromptEncoder(source_tokenizer).front)
@@ -72,4 +79,5 @@ class TranslatedChunks:
             target_tokenizer=self.target_tokenizer,
             gate=self.gate,
             probe_tokens=0,
+            effort=self.effort,
         )

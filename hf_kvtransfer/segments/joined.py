@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..adapters import TargetAdapters
@@ -65,6 +65,10 @@ class SegmentedTranslation:
         return other
 
     @property
+    def target(self) -> PreTrainedModel:
+        return self.prompt.target
+
+    @property
     def batch_size(self) -> int:
         return len(self.prompt.input_ids)
 
@@ -99,13 +103,13 @@ class SegmentedTranslation:
 
     @property
     def default_placement(self) -> tuple[torch.device, torch.dtype]:
-        return input_device(self.prompt.target), self.prompt.target.dtype
+        return input_device(self.target), self.target.dtype
 
     @property
     def description(self) -> str:
         if self._mapped:
             return "; ".join(dict.fromkeys(segment.description for segment in self._mapped))
-        return f"what {model_name(self.prompt.target)} has read ({self.geometry.describe()})"
+        return f"what {model_name(self.target)} has read ({self.geometry.describe()})"
 
     def only(self, layer_idx: int) -> Self:
         other = copy.copy(self)

@@ -1,0 +1,100 @@
+"""`effort`: how much of a translated context the target reads again, between all of it translated and a prefill."""
+
+import math
+
+import torch
+from transformers import DynamicCache
+
+from .errors import BatchMismatchError
+from .layers import FilledTranslator, LayerTranslator, install
+from .native_states import read_first_layers
+from .rereading import reread
+from .segmented_translation import SegmentedTranslation
+from .translation import Translation
+
+
+def check_effort(effort: float) -> None:
+    """Raise `ValueError` if it is no share."""
+    if not 0 <= effort <= 1:
+        raise ValueError(
+            f"`effort` must be between 0, where all is translated, and 1, where the target reads it all, got {effort}."
+        )
+
+
+def read_again(
+    translation: Translation | SegmentedTranslation, translator: LayerTranslator, effort: float, last: int = 0
+) -> tuple[LayerTranslator, torch.Tensor]:
+    """
+    Let the target read the tokens again of which its own keys and values differ most from the translated ones.
+
+    It reads all of the context with its first layers only, up to the first one that is translated and stands behind an
+    attention. What it makes of the tokens there says which of them are far from what a prefill gives, and stays in
+    place of the translation in these layers. The chosen tokens then go through all layers.
+
+    Args:
+        translation ([`Translation`] or [`SegmentedTranslation`]):
+            Of rows without padding.
+        translator (`LayerTranslator`):
+            What the cache would be made of without: the translation, or what has been read on top of it too.
+        effort (`float`):
+            Share of the tokens from the first translated one on.
+        last (`int`, *optional*, defaults to 0):
+            So many of the last tokens are read again in any case.
+
+    Returns:
+        `tuple[LayerTranslator, torch.Tensor]`: What the cache is to be made of, and which tokens the target has read
+        now, `[batch, length]`.
+
+    Raises:
+        `BatchMismatchError`: rows are padded.
+        `UnsupportedModelError`: see [`reread`].
+    """
+    length, translated = translation.length, translation.translated_mask
+    read = torch.zeros_like(translated)
+    if not translated.any():
+        return translator, read
+    if not translation.attention_mask.all():
+        raise BatchMismatchError(
+            "With `effort`, rows must be without padding, but they differ in length. Make a cache for each row, group "
+            "rows of one length, or leave `effort` at 0."
+        )
+    first = int(translated.any(0).long().argmax())
+    chosen = math.ceil(effort * (length - first))
+    if chosen >= length - first:
+        return FilledTranslator(translation, translation.prefill()), translation.attention_mask.bool()
+    cache = DynamicCache(config=translation.target.config)
+    cache.activate_past_recording()
+    own_layers = list(cache.layers)
+    install(cache, translator)
+    check_layer = _check_layer(translation)
+    native = read_first_layers(translation.target, translation.input_ids, num_layers=check_layer).keys_and_values
+    for layer_idx, states in enumerate(native):
+        if states is not None:
+            own_layers[layer_idx].update(*states)
+            cache.layers[layer_idx] = own_layers[layer_idx]
+    scores = _deviations(translator, check_layer, native[check_layer])
+    scores[:, :first] = -torch.inf
+    scores[:, length - last :] = torch.inf
+    positions = scores.topk(max(chosen, last), dim=1).indices.sort().values
+    reread(translation.target, cache, translation.input_ids, positions)
+    return FilledTranslator(translation, cache), read.scatter(1, positions, True)
+
+
+def _check_layer(translation: Translation | SegmentedTranslation) -> int:
+    """The first layer whose keys and values depend on the context, and are translated."""
+    native = [segment.mapper.config.native_layers for segment in translation.segments]
+    first = 1 + max((layers for layers in native if layers is not None), default=0)
+    caching = [i for i, layer in enumerate(translation.geometry.layers) if layer is not None]
+    return min((i for i in caching if i >= first), default=caching[-1])
+
+
+def _deviations(
+    translator: LayerTranslator, layer_idx: int, native: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """How far each token's keys and values in one layer are from the target's own, `[batch, length]`, on the CPU."""
+    given = translator.layer(layer_idx, 0, translator.length, native[0].device, native[0].dtype)
+    total = torch.zeros(native[0].shape[0], translator.length)
+    for own, other in zip(native, given, strict=True):
+        own, other = own.float(), other.float()
+        total += ((own - other).square().sum((1, 3)) / own.square().sum((1, 3)).mean()).cpu()
+    return total
