@@ -243,9 +243,9 @@ class TranslatedCache(RestoringCache):
         prefix: SegmentedTranslation | None = None,
     ) -> None:
         """Hold what `bind` gives if nothing speaks against it, else the prefix, if there is one."""
-        translation: Translation | SegmentedTranslation | None = None
-        translator: LayerTranslator | None = None
-        probe, translated = None, torch.empty(0, 0, dtype=torch.bool)
+        translation: Translation | SegmentedTranslation
+        translator: LayerTranslator
+        probe = None
         try:
             translation = bind()
             translator, probe = probe_tail(translation, probe_tokens)
@@ -268,10 +268,9 @@ class TranslatedCache(RestoringCache):
                 mappers, verdict = admission.mappers, admission.verdict
                 self.report = dataclasses.replace(TransferReport.named(mappers), verdict=verdict, probe=probe)
             self._refuse(describe(error))
-            translation, translator = prefix, prefix
-            translated = self.translated_mask if prefix is None else prefix.translated_mask
-        if translation is None:
-            return
+            if prefix is None:
+                return
+            translation, translator, translated = prefix, prefix, prefix.translated_mask.clone()
         check_room(self, translation.geometry, translation.length)
         self.input_ids, self.attention_mask = translation.input_ids, translation.attention_mask
         self.translated_mask = translated

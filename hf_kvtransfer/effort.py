@@ -9,7 +9,7 @@ from .errors import BatchMismatchError
 from .layers import FilledTranslator, LayerTranslator, install
 from .native_states import read_first_layers
 from .rereading import reread
-from .segmented_translation import SegmentedTranslation
+from .segments.joined import SegmentedTranslation
 from .translation import Translation
 
 
