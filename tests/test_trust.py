@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -309,6 +310,18 @@ def test_beams_and_copies_after_a_probe(source, target, mapper, context, texts):
     expected = target.generate(both, **options)
     for translated in (cache, twin):
         assert torch.equal(target.generate(both, **options, **{cache_argument(target): translated}), expected)
+
+
+def test_effort_behind_a_probe(source, target, mapper, context):
+    """What the probe has read stood on tokens that are other ones now: it is read again, too."""
+    cache = TranslatedCache(read(source, context), mapper, target, effort=0.5)
+    tokens = cache.report.probe.tokens
+    assert cache.report.probe.passed and 2 * tokens < CONTEXT - 5
+    assert cache.report.native_tokens == 4 + math.ceil((CONTEXT - 5) / 2)
+    assert not cache.translated_mask[:, -tokens:].any()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = target.generate(context, **options)
+    assert torch.equal(target.generate(context, **options, **{cache_argument(target): cache}), expected)
 
 
 def test_other_storages_behind_gate_and_probe(source, target, mapper, context):

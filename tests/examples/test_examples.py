@@ -36,6 +36,16 @@ def test_cascade(run_example):
     assert "small: 0 tokens kept, " in run_example("cascade.py", SENTENCES[0], *arguments, "--sure", "0")
 
 
+def test_retrieval(run_example, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(SENTENCES[:4]), encoding="utf-8")
+    arguments = ["--source", "{model}", "--target", "{model}", "--mapper", "{mapper}", "--text", "text.txt"]
+    questions = [" ".join(SENTENCES[i].split()[-3:]) for i in (3, 1)]
+    output = run_example("retrieval.py", *questions, *arguments, "--new-tokens", "4", "--passages", "1")
+    assert output.count("tokens translated") == 2
+    assert f"> {questions[0]}\npassages [3];" in output
+    assert f"> {questions[1]}\npassages [1];" in output
+
+
 def test_device_map(run_example):
     arguments = ("{model}", "{model}", "{mapper}", "{context}", "And then?", "--max-memory", "cpu=400KB")
     output = run_example("device_map.py", *arguments)

@@ -87,9 +87,12 @@ def test_groups_are_apart(llama, tokenizers):
 
 def test_chunks_that_are_moved_are_not_what_a_prefill_makes(llama, tokenizers):
     """Later chunks have not seen the earlier ones, unless all of them is read again."""
-    moved, again = chunks(llama, tokenizers["bpe"]), chunks(llama, tokenizers["bpe"], reread_tokens=1000)
-    score = score_reuse([question()], llama, tokenizers["bpe"], {"moved": moved, "again": again})
+    options = {"moved": {}, "again": {"reread_tokens": 1000}, "some": {"effort": 0.3}, "all": {"effort": 1.0}}
+    methods = {name: chunks(llama, tokenizers["bpe"], **given) for name, given in options.items()}
+    score = score_reuse([question()], llama, tokenizers["bpe"], methods)
     scores = score.groups["one source"]
+    assert scores["all"].loss == pytest.approx(scores["full prefill"].loss, abs=1e-4)
+    assert scores["moved"].compute_saved > scores["some"].compute_saved > scores["all"].compute_saved
     assert abs(scores["moved"].loss - scores["full prefill"].loss) > 1e-3
     assert scores["again"].loss == pytest.approx(scores["full prefill"].loss, abs=1e-4)
     assert scores["again"].compute_saved < scores["moved"].compute_saved
@@ -129,3 +132,5 @@ def test_nothing_to_score(llama, tokenizers):
         score_reuse([question()], llama, tokenizers["bpe"], {"no context": None})
     with pytest.raises(ValueError, match="reread_tokens"):
         chunks(llama, tokenizers["bpe"], reread_tokens=-1)
+    with pytest.raises(ValueError, match="effort"):
+        chunks(llama, tokenizers["bpe"], effort=2.0)
