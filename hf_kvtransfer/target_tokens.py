@@ -1,17 +1,17 @@
 """What the target itself makes of a context's tokens, read when a layer map first asks for it."""
 
 import threading
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import input_device, read_into_cache, unwrap
+from .distinct_states import MAX_DISTINCT, DistinctStates, read_distinct
 from .native_states import NativeStates, read_first_layers
 from .offloading import unchanged_offloading
 
 
-# Of all tokens, above which it does not pay to look up what the distinct ones give.
-_MAX_DISTINCT = 2 / 3
 # Tokens of a row that are compared at a time.
 _BLOCK = 256
 
@@ -36,19 +36,44 @@ class TargetTokens:
     ):
         self.target = target
         self.input_ids, self.attention_mask, self.position_ids = input_ids, attention_mask, position_ids
-        self._native: dict[int, NativeStates] = {}
-        self._follows: dict[int, bool] = {}
+        self._native: dict[int, NativeStates | DistinctStates] = {}
+        self._follows: dict[int | None, bool] = {}
         self._embeddings: torch.Tensor | None = None
         self._reading = threading.Lock()  # copies of a cache, in threads of their own, share what is read
 
-    def native_states(self, num_layers: int) -> NativeStates:
-        """What the first layers make of the context, see [`read_first_layers`]. They run once, and it is held."""
+    def native_states(self, num_layers: int) -> NativeStates | DistinctStates:
+        """
+        What the first layers make of the context, see [`read_first_layers`]; before the first attention of its
+        distinct tokens, if they allow. They run once, and it is held.
+        """
         with self._reading:
             if num_layers not in self._native:
-                self._native[num_layers] = read_first_layers(
+                distinct = None if num_layers else read_distinct(self.target, self.input_ids)
+                self._native[num_layers] = distinct or read_first_layers(
                     self.target, self.input_ids, self.attention_mask, self.position_ids, num_layers=num_layers
                 )
         return self._native[num_layers]
+
+    @torch.no_grad()
+    def keys_and_values(
+        self, start: int, stop: int, num_layers: int, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        What one of the first layers caches of a range of tokens, each `[batch, heads, stop - start, head_dim]`.
+
+        Args:
+            start (`int`), stop (`int`):
+                Range of the context's tokens.
+            num_layers (`int`):
+                As in [`TargetTokens.native_states`].
+            layer_idx (`int`):
+                The layer, at most `num_layers`.
+        """
+        states = self.native_states(num_layers)
+        if isinstance(states, DistinctStates):
+            return states.keys_and_values(start, stop, self.target, self.position_ids[:, start:stop])
+        layer: Any = states.keys_and_values[layer_idx]
+        return layer[0][:, :, start:stop], layer[1][:, :, start:stop]
 
     @torch.no_grad()
     def features(self, start: int, stop: int, num_layers: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -69,11 +94,17 @@ class TargetTokens:
             each token, `[batch, stop - start]`; or those of all tokens, `[batch, stop - start, hidden_size]`, and
             `None`.
         """
-        ids = self.input_ids[:, start:stop]
+        native = None if num_layers is None else self.native_states(num_layers)
+        # Rows of the distinct tokens stand for their ids.
+        ids = native.index if isinstance(native, DistinctStates) else self.input_ids
+        ids = ids[:, start:stop]
         distinct, index = ids.unique(return_inverse=True)
-        repeats = len(distinct) <= _MAX_DISTINCT * ids.numel()
-        if num_layers is not None:
-            states = self.native_states(num_layers).hidden_states
+        repeats = len(distinct) <= MAX_DISTINCT * ids.numel()
+        if isinstance(native, DistinctStates):
+            rows = (distinct if repeats else ids).to(native.hidden_states.device)
+            return native.hidden_states[rows], index if repeats else None
+        if native is not None:
+            states = native.hidden_states
             if not repeats or not self._follow_ids(states, num_layers):
                 return states[:, start:stop], None
             row, column = _first_places(index, len(distinct))
@@ -111,7 +142,7 @@ class TargetTokens:
             )
         return cache
 
-    def _follow_ids(self, states: torch.Tensor, num_layers: int) -> bool:
+    def _follow_ids(self, states: torch.Tensor, num_layers: int | None) -> bool:
         """Whether all tokens of one id have one and the same state: not behind an attention, or with positions."""
         if num_layers not in self._follows:
             distinct, index = self.input_ids.unique(return_inverse=True)

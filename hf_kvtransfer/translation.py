@@ -18,12 +18,12 @@ from .errors import (
 )
 from .geometry import KVGeometry, LayerGeometry
 from .mapper import KVMapper
-from .native_states import NativeStates
 from .padding import pad_rows, positions_from_mask, unpad_rows
 from .pair import check_pair, check_token_features
 from .rotary import Rotary
 from .source import SourceKV
 from .target_tokens import TargetTokens
+from .token_block import Block
 
 
 # Below this share of target tokens with source text behind them the two sides do not stand for the same context.
@@ -141,6 +141,7 @@ class Translation:
         self.source_kv, self.mapper, self.target = source_kv, mapper, target
         self.geometry = KVGeometry.from_model(target)
         self._rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
+        self._last_block: dict[tuple, tuple[Block, tuple]] = {}
         check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
         self._adapters = TargetAdapters(target)
 
@@ -227,9 +228,10 @@ class Translation:
         began = time.perf_counter()
         native_layers = self.mapper.config.native_layers
         if native_layers is not None and layer_idx <= native_layers and start < stop:
-            native: Any = self._native_states(native_layers).keys_and_values[layer_idx]
+            self._check_native_layers(native_layers)
+            native = self._target_tokens.keys_and_values(start, stop, native_layers, layer_idx)
             # Copies: a layer of the cache is not to keep the whole context, nor to write into what others are given.
-            keys, values = (states[:, :, start:stop].to(device, dtype, copy=True) for states in native)
+            keys, values = (states.to(device, dtype, copy=True) for states in native)
         else:
             keys, values = self._translate(layer_idx, start, stop, device, dtype)
         self.layer_seconds[layer_idx] = self.layer_seconds.get(layer_idx, 0.0) + time.perf_counter() - began
@@ -246,13 +248,12 @@ class Translation:
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
         layer_map = self.mapper.layer_on(layer_idx, device, dtype)
-        block = self._block(layer_map, layer, device, dtype)
-        for begin in range(mapped, stop, block):
-            end = min(begin + block, stop)
-            key_states, value_states = layer.split_heads(self._map(layer_map, begin, end, device, dtype))
-            # Of all tokens, cos and sin of two calls are as large as a layer, and quickly made again.
-            tables = self._rotary.at(self.key_positions[:, begin:end])
-            tables.apply(key_states, layer_idx, out=keys[:, :, begin - start : end - start])
+        size = self._block_size(layer_map, layer, device, dtype)
+        for begin in range(mapped, stop, size):
+            end = min(begin + size, stop)
+            block = self._block(begin, end, device, dtype)
+            key_states, value_states = layer.split_heads(self._map(layer_map, block, device, dtype))
+            block.tables.apply(key_states, layer_idx, out=keys[:, :, begin - start : end - start])
             values[:, :, begin - start : end - start] = value_states
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
@@ -308,13 +309,39 @@ class Translation:
             alignments.append(alignment)
         return rows, alignments
 
-    def _block(self, layer_map: Any, layer: LayerGeometry, device: torch.device, dtype: torch.dtype) -> int:
-        """Tokens to map at a time, so that what a map reads and makes of them is no larger than a layer."""
+    def _block_size(self, layer_map: Any, layer: LayerGeometry, device: torch.device, dtype: torch.dtype) -> int:
+        """Tokens to map at a time, so that what a map makes of them is no larger than a layer."""
         features = [self.source_kv.features[i] for i in layer_map.source_layers]
         # Of another device or dtype they are copied first; else maps read them where they are.
         width = sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
-        width += self.mapper.config.token_features + 2 * sum(layer.widths)
+        width += 2 * sum(layer.widths)
         return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, self._largest_layer() // width)))
+
+    def _block(self, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> Block:
+        """What depends on the tokens alone. The last one is held: the next layer mostly asks for the same."""
+        config = self.mapper.config
+        tensors = self.source_index, self.key_positions  # which a changed copy of the translation may have exchanged
+        key = start, stop, device, dtype, config.token_features, config.native_layers, *map(id, tensors)
+        known = self._last_block.get(key)
+        if known is not None:
+            return known[0]
+        first, last, index = start, stop, None
+        if not self._in_step:
+            index = self.source_index[:, start:stop]
+            first, last = int(index.min()), int(index.max()) + 1
+            index = (index - first).to(device)
+        token_features = token_index = None
+        if config.token_features:
+            if config.native_layers is not None:
+                self._check_native_layers(config.native_layers)
+            token_features, token_index = self._target_tokens.features(start, stop, config.native_layers)
+            token_features = token_features.to(device, dtype)
+            token_index = None if token_index is None else token_index.to(device)
+        tables = self._rotary.at(self.key_positions[:, start:stop])
+        block = Block(slice(first, last), index, token_features, token_index, tables)
+        self._last_block.clear()
+        self._last_block[key] = block, tensors
+        return block
 
     def _largest_layer(self) -> int:
         """Scalars that the cache's largest layer holds of one row."""
@@ -326,29 +353,14 @@ class Translation:
         return max(sizes)
 
     @torch.no_grad()
-    def _map(self, layer_map: Any, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        first, last, index = start, stop, None
-        if not self._in_step:
-            index = self.source_index[:, start:stop]
-            first, last = int(index.min()), int(index.max()) + 1
-            index = (index - first).to(device)
-        features = [self.source_kv.features[i][:, first:last].to(device, dtype) for i in layer_map.source_layers]
-        token_features = token_index = None
-        if self.mapper.config.token_features:
-            native_layers = self.mapper.config.native_layers
-            if native_layers is not None:
-                self._native_states(native_layers)
-            token_features, token_index = self._target_tokens.features(start, stop, native_layers)
-            token_features = token_features.to(device, dtype)
-            token_index = None if token_index is None else token_index.to(device)
-        return layer_map(features, token_features, index, token_index)
+    def _map(self, layer_map: Any, block: Block, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        features = [self.source_kv.features[i][:, block.source].to(device, dtype) for i in layer_map.source_layers]
+        return layer_map(features, block.token_features, block.source_index, block.token_index)
 
-    def _native_states(self, num_layers: int) -> NativeStates:
-        """What the target's first layers make of the context."""
-        states = self._target_tokens.native_states(num_layers)
+    def _check_native_layers(self, num_layers: int) -> None:
         # Here and not where it is read: before the first layer is used, the target can still read the context itself.
+        states = self._target_tokens.native_states(num_layers)
         check_token_features(self.mapper, self.target, states.hidden_states.shape[-1])
-        return states
 
     def _read_sinks(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import DynamicCache
 
+import hf_kvtransfer.distinct_states
 import hf_kvtransfer.target_tokens
 from benchmarks.operations import Operations
 from hf_kvtransfer import SourceKV
@@ -46,8 +47,8 @@ def rows_of(operations, width):
 
 
 def block_size():
-    """The widest layer is that without a window. What is read of a block and made of it is no larger."""
-    return (LENGTH - 1) * TARGET_WIDTH // (HIDDEN + 2 * TARGET_WIDTH)
+    """The widest layer is that without a window. What is made of a block is no larger."""
+    return (LENGTH - 1) // 2
 
 
 def test_operations_are_counted():
@@ -98,9 +99,29 @@ def test_equal_tokens_are_multiplied_once(pair, native_layers, monkeypatch):
     blocks = [len(block.unique()) if native_layers != 1 else len(block) for block in ids.split(block_size())]
     assert rows_of(operations, HIDDEN) == blocks
     states = translation.layer(2, start, stop, CPU, torch.float32)
-    monkeypatch.setattr(hf_kvtransfer.target_tokens, "_MAX_DISTINCT", 0)
-    for own, other in zip(states, translation.layer(2, start, stop, CPU, torch.float32), strict=True):
+    for module in (hf_kvtransfer.target_tokens, hf_kvtransfer.distinct_states):
+        monkeypatch.setattr(module, "MAX_DISTINCT", 0)
+    for own, other in zip(states, translated(pair, mapper).layer(2, start, stop, CPU, torch.float32), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4)
+
+
+def test_layers_that_ask_for_the_same_tokens_share_what_depends_on_them(pair):
+    """Cos and sin, the distinct tokens and their states are there for the second layer with the same window."""
+    translation = translated(pair, random_mapper(*pair, token_features=HIDDEN))
+    start = translation.length - 127
+    first, second = (counted(translation, layer_idx, start) for layer_idx in (0, 1))
+    assert [first.calls[name] for name in ("_unique2", "cos", "embedding")] == [1, 1, 1]
+    assert not any(second.calls[name] for name in ("_unique2", "cos", "embedding"))
+
+
+def test_the_first_layer_reads_distinct_tokens_once(pair):
+    """A few twice: that it is the same is seen and not believed."""
+    mapper = with_native_layers(random_mapper(*pair), 0, HIDDEN)
+    translation = translated(pair, mapper)
+    with Operations() as operations:
+        translation.layer(0, 0, translation.length, CPU, torch.float32)
+    rows = {first[:-1].numel() for first, _ in (product.factors for product in operations.products)}
+    assert rows == {len(translation.input_ids.unique()) + 8}
 
 
 def test_ids_that_hardly_repeat_are_not_looked_up(pair):
