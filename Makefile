@@ -9,19 +9,25 @@ export OMP_WAIT_POLICY ?= passive
 MATRIX ?= 5.18_2.9 5.22_2.9 newest_newest
 MATRIX_TESTS ?= tests
 
+# Files of tests in processes of their own, each on one core: tiny models gain nothing from a second one. In the order
+# of collection: what takes longest is first there.
+WORKERS ?= 2
+PYTEST = -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test test-matrix generation-table docs quality style clean
 
 demo: $(VENV)/installed
 	$(RUN) examples/quickstart.py
 
+test test-matrix: export OMP_NUM_THREADS ?= 1
 test: quality
-	$(RUN) -m pytest -q
+	$(RUN) $(PYTEST)
 
 # In each environment pip installs what these versions allow, not what constraints.txt pins.
 test-matrix: $(addprefix matrix-,$(MATRIX))
 
 matrix-%: .venv-matrix/%/installed
-	.venv-matrix/$*/bin/python -m pytest -q $(MATRIX_TESTS)
+	.venv-matrix/$*/bin/python $(PYTEST) $(MATRIX_TESTS)
 
 .PRECIOUS: .venv-matrix/%/installed
 .venv-matrix/%/installed: pyproject.toml

@@ -16,6 +16,11 @@ from .tiny_models import tiny_model
 from .tiny_tokenizers import byte_level_bpe, unigram, wordpiece
 
 
+def pytest_collection_modifyitems(items):
+    """The real models first: they take longest, and another process runs the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_real_models.py")
+
+
 @pytest.fixture(scope="session")
 def tokenizers():
     """Tokenizers that cut text differently; `unigram` adds a BOS."""
