@@ -1,4 +1,4 @@
-"""Push, pull and generate in processes of their own, through a local Hub."""
+"""Push, pull and generate in a process of their own, through a local Hub."""
 
 import json
 import os
@@ -54,15 +54,16 @@ def process(hub, tmp_path):
 
 def test_push_pull_generate(evaluated, models, process, hub, tmp_path):
     folder, _ = evaluated
-    pushed = process(("push", folder, NAME, "--source", "org/source", "--target", "org/target", "--json"))
-    revision = json.loads(pushed.stdout)["revision"]
-    assert hub.repos[NAME].tags()[:3] == ["hf-kvtransfer", "kv-source:org/source", "kv-target:org/target"]
-
     (tmp_path / "context.txt").write_text("The river carries silt down to the delta. " * 8)
     written = process(
+        ("push", folder, NAME, "--source", "org/source", "--target", "org/target", "--json"),
         ("pull", NAME, tmp_path / "pulled"),
         ("generate", NAME, *models, "--context", tmp_path / "context.txt", "--max-new-tokens", 4),
     )
+    pushed, _ = json.JSONDecoder().raw_decode(written.stdout)
+    revision = pushed["revision"]
+    assert hub.repos[NAME].branches["main"] == revision
+    assert hub.repos[NAME].tags()[:3] == ["hf-kvtransfer", "kv-source:org/source", "kv-target:org/target"]
     assert f"{NAME} at {revision[:7]} is in {tmp_path / 'pulled'}" in written.stdout
     assert f"{NAME}: admitted" in written.stdout
     for name in ("model.safetensors", "fidelity.json", "config.json"):

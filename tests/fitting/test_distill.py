@@ -48,6 +48,12 @@ def pair():
     return source, plant(source), list(random_ids(source, 40, 64, seed=1))
 
 
+@pytest.fixture(scope="module")
+def fitted(pair):
+    source, target, texts = pair
+    return fit_mapper(source, target, texts, num_source_layers=4, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_divergence_is_that_of_the_target_on_a_translation(family):
     model = tiny_model(family)
@@ -93,13 +99,12 @@ def test_places_leave_room_for_sinks_and_the_continuation(pair):
 
 # Weights are many: the few continuations here say little about them.
 @pytest.mark.parametrize(("train_weights", "learning_rate", "share_left"), [(False, 0.05, 0.8), (True, 0.01, 0.98)])
-def test_repairs_a_damaged_mapper(pair, train_weights, learning_rate, share_left):
+def test_repairs_a_damaged_mapper(pair, fitted, train_weights, learning_rate, share_left):
     source, target, texts = pair
-    broken = damaged(fit_mapper(source, target, texts, num_source_layers=4, dtype=torch.float32))
+    broken = damaged(fitted)
     before = {name: weight.clone() for name, weight in broken.state_dict().items()}
-    mapper = distill_mapper(
-        broken, source, target, texts, epochs=4, learning_rate=learning_rate, train_weights=train_weights, **OPTIONS
-    )
+    options = OPTIONS | {"epochs": 4, "learning_rate": learning_rate, "evaluate_every": 30}
+    mapper = distill_mapper(broken, source, target, texts, train_weights=train_weights, **options)
     history = mapper.config.fit["distillation"]["held_out_divergence"]
     assert min(score for _, score in history) < share_left * history[0][1]
     assert all(torch.equal(weight, before[name]) for name, weight in broken.state_dict().items())
@@ -109,27 +114,25 @@ def test_repairs_a_damaged_mapper(pair, train_weights, learning_rate, share_left
     assert target.get_output_embeddings().weight.shape[0] == target.config.vocab_size
 
 
-def test_a_target_in_half_precision_is_trained_on_in_its_own(pair):
+def test_a_target_in_half_precision_is_trained_on_in_its_own(pair, fitted):
     source, target, texts = pair
-    fitted = fit_mapper(source, target, texts, num_source_layers=4)
     target = copy.deepcopy(target).bfloat16()
-    mapper = distill_mapper(damaged(fitted), source, target, texts[:20], batch_size=8, **OPTIONS)
+    mapper = distill_mapper(damaged(fitted).bfloat16(), source, target, texts[:20], batch_size=8, **OPTIONS)
     assert mapper.dtype == torch.bfloat16
     history = mapper.config.fit["distillation"]["held_out_divergence"]
     assert 0 < min(score for _, score in history) <= history[0][1]
 
 
-def test_keeps_what_it_began_with_if_nothing_is_better(pair):
+def test_keeps_what_it_began_with_if_nothing_is_better(pair, fitted):
     source, target, texts = pair
-    fitted = fit_mapper(source, target, texts, num_source_layers=4, dtype=torch.float32)
     mapper = distill_mapper(fitted, source, target, texts[:12], learning_rate=5.0, **OPTIONS)
     for name, weight in mapper.state_dict().items():
         torch.testing.assert_close(weight, fitted.state_dict()[name])
 
 
-def test_goes_on_after_an_interruption(pair, tmp_path, monkeypatch):
+def test_goes_on_after_an_interruption(pair, fitted, tmp_path, monkeypatch):
     source, target, texts = pair
-    broken = damaged(fit_mapper(source, target, texts, num_source_layers=1, dtype=torch.float32))
+    broken = damaged(fitted)
     whole = distill_mapper(broken, source, target, texts, batch_size=3, **OPTIONS)
 
     reads = 0

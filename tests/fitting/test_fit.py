@@ -15,7 +15,7 @@ from ..tiny_models import FAMILIES, plant, random_ids, tiny_model, ungated_cache
 from ..tiny_tokenizers import SENTENCES
 
 
-CONTEXT, GENERATED = 96, 64
+CONTEXT, GENERATED = 96, 24
 PRECISE = {"moment_dtype": torch.float64, "dtype": torch.float32}
 
 
