@@ -17,43 +17,26 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from hf_kvtransfer import KVGeometry, KVMapper, SourceKV, fit_mapper
-from hf_kvtransfer.alignment.spans import encode_with_spans
-from hf_kvtransfer.demo_models import load_demo_model
+from hf_kvtransfer import KVGeometry, SourceKV, fit_mapper
 
+from .demo_pair import MAPPER, DemoPair
 from .exponents import fit_growth
-from .memory import long_text, temporary_memory
+from .memory import temporary_memory
 from .random_pair import random_mapper, random_model, random_source_kv
 from .timing import UNGATED, machine_rates, seconds, time_handoff, time_prefill
 
 
-ROOT = Path(__file__).parents[1]
-MAPPER = ROOT / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
 # Of each text of a fit; and what source layers are chosen on, the same for all amounts of text.
 FIT_LENGTH, SCREENING_TOKENS = 256, 2048
 
 
-class RealPair:
-    """The two demo models, the shipped mapper, and text that is read by both."""
-
-    def __init__(self, mapper: str, dtype: torch.dtype, longest: int):
-        self.source, self.source_tokenizer = load_demo_model("smollm2-135m-instruct")
-        self.target, self.tokenizer = load_demo_model("gemma-3-270m")
-        self.source.to(dtype), self.target.to(dtype)
-        self.mapper = KVMapper.from_pretrained(mapper, dtype=dtype)
-        self._text = long_text(longest)
-        _, self._spans = encode_with_spans(self.tokenizer, self._text)
-
-    def read(self, length: int) -> tuple[SourceKV, torch.Tensor]:
-        context = self._text[: self._spans[length - 1][1]]
-        input_ids = torch.tensor([encode_with_spans(self.tokenizer, context)[0]])
-        return SourceKV.prefill(self.source, self.source_tokenizer, context), input_ids
+class RealPair(DemoPair):
+    """With what a fit of it takes."""
 
     def fit(self, num_tokens: int) -> None:
-        starts = range(0, len(self._spans) - FIT_LENGTH, FIT_LENGTH)
-        pieces = [self._text[self._spans[i][0] : self._spans[i + FIT_LENGTH - 1][1]] for i in starts]
-        tokenizers = {"source_tokenizer": self.source_tokenizer, "target_tokenizer": self.tokenizer}
-        _fit(self, pieces, num_tokens, **tokenizers)
+        starts = range(0, len(self.spans) - FIT_LENGTH, FIT_LENGTH)
+        pieces = [self.text[self.spans[i][0] : self.spans[i + FIT_LENGTH - 1][1]] for i in starts]
+        _fit(self, pieces, num_tokens, **self.tokenizers)
 
 
 class RandomPair:
@@ -205,7 +188,7 @@ def main(arguments: list[str] | None = None):
     if options.source_config:
         pair: RealPair | RandomPair = RandomPair(options.source_config, options.target_config, dtype, options.device)
     else:
-        pair = RealPair(options.mapper, dtype, max(*options.lengths, *options.fit_tokens, 0))
+        pair = RealPair(options.mapper, max(*options.lengths, *options.fit_tokens, 0), dtype)
     rates = machine_rates(dtype, pair.target.device)
     found = measure(pair, options.lengths, options.fit_tokens, options.runs)
     grown = exponents(found)

@@ -5,27 +5,20 @@ Counted are the bytes of all tensors that are alive between the first line of a 
 of the target holds its tokens and one more, minus those of the cache: on the CPU, where nothing else counts them. The
 source's cache was there before. In units of what the target's largest layer holds.
 
-    python benchmarks/memory.py
+    python -m benchmarks.memory
 """
 
-import argparse
 import gc
-import json
 import weakref
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from hf_kvtransfer import FidelityGate, KVMapper, SourceKV, TranslatedCache
-from hf_kvtransfer.alignment.spans import encode_with_spans
-from hf_kvtransfer.demo_models import load_demo_model
+from hf_kvtransfer import TranslatedCache
 
-
-ROOT = Path(__file__).parents[1]
-MAPPER = ROOT / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
-TEXT_FILES = ("examples/harbour.txt", "LICENSE", "mappers/README.md", "README.md")
+from .demo_pair import DemoPair, demo_parser, write_json
+from .timing import UNGATED
 
 
 class LiveTensors(TorchDispatchMode):
@@ -66,12 +59,6 @@ def _is_counted(value) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-def long_text(tokens):
-    """Text of the repository, of so many tokens and more: not one over and over, which a model could copy."""
-    text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXT_FILES)
-    return text * (1 + 2 * tokens // len(text.split()))
-
-
 def temporary_memory(source_kv, mapper, target, **options):
     """
     Args:
@@ -100,39 +87,29 @@ def temporary_memory(source_kv, mapper, target, **options):
     return live.peak - sum(layers), max(layers), sum(layers)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mapper", default=str(MAPPER), help="folder or Hub id")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096], help="target tokens")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args()
-
-    source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
-    target, target_tokenizer = load_demo_model("gemma-3-270m")
-    mapper = KVMapper.from_pretrained(arguments.mapper, dtype=torch.float32)
-    text = long_text(max(arguments.lengths))
-    _, spans = encode_with_spans(target_tokenizer, text)
+def main(arguments: list[str] | None = None) -> None:
+    options = demo_parser(__doc__, [256, 1024, 4096]).parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    pair = DemoPair(options.mapper, max(options.lengths))
+    handed = pair.mapper, pair.target
     print("\nfloat32, MB of tensors")
     print(f"{'tokens':>7}{'cache':>9}{'layer':>8}{'beside the cache':>22}{'with the probe':>24}")
     results = {}
     # What is found out about a model is kept for as long as it lives: not a part of any handoff.
-    source_kv = SourceKV.prefill(source, source_tokenizer, text[: spans[31][1]])
-    TranslatedCache(source_kv, mapper, target, target_tokenizer=target_tokenizer, gate=FidelityGate(strict=False))
-    for length in arguments.lengths:
-        source_kv = SourceKV.prefill(source, source_tokenizer, text[: spans[length - 1][1]])
-        row = []
-        for probe in (0, None):
-            options = {"gate": FidelityGate(strict=False), "probe_tokens": probe}
-            row.append(temporary_memory(source_kv, mapper, target, target_tokenizer=target_tokenizer, **options))
-        (plain, layer, cache), (probed, _, _) = row
+    TranslatedCache(pair.read(32)[0], *handed, target_tokenizer=pair.tokenizer, **UNGATED)
+    for length in options.lengths:
+        source_kv, _ = pair.read(length)
+        (plain, layer, cache), (probed, _, _) = (
+            temporary_memory(source_kv, *handed, target_tokenizer=pair.tokenizer, **UNGATED | {"probe_tokens": probe})
+            for probe in (0, None)
+        )
         results[length] = {"cache": cache, "layer": layer, "temporary": plain, "with_probe": probed}
         print(
             f"{length:7}{cache / 1e6:9.2f}{layer / 1e6:8.2f}{plain / 1e6:10.2f} = {plain / layer:.2f} layers"
             f"{probed / 1e6:12.2f} = {probed / layer:.2f} layers",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

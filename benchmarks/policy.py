@@ -5,44 +5,31 @@ The policy is calibrated on its own lengths. Then both are timed at others, inte
 handoff as a share of a prefill is held against the measured one. A choice loses what the way not taken would have
 saved, as a share of the better one.
 
-    python benchmarks/policy.py
+    python -m benchmarks.policy
 """
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 import torch
 
-from hf_kvtransfer import KVMapper, TransferPolicy
-from hf_kvtransfer.demo_models import load_demo_model
+from hf_kvtransfer import TransferPolicy
 from hf_kvtransfer.policy import measuring
 
+from .demo_pair import DemoPair, demo_parser, write_json
 
-MAPPER = Path(__file__).parents[1] / "mappers" / "smollm2-135m-instruct--gemma-3-270m"
 
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mapper", default=str(MAPPER), help="folder or Hub id")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 192, 256, 384, 512, 768, 1024, 2048, 4096])
+def main(arguments: list[str] | None = None) -> None:
+    parser = demo_parser(__doc__, [128, 192, 256, 384, 512, 768, 1024, 2048, 4096])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
 
-    torch.set_num_threads(arguments.threads)
-    source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
-    target, target_tokenizer = load_demo_model("gemma-3-270m")
-    mapper = KVMapper.from_pretrained(arguments.mapper, dtype=torch.float32)
-    tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
-    policy = TransferPolicy.calibrate(mapper, source, target, fresh=True, **tokenizers)
-    found = measuring.time_lengths(
-        mapper, source, target, lengths=arguments.lengths, runs=arguments.runs, **tokenizers
-    )
+    torch.set_num_threads(options.threads)
+    pair = DemoPair(options.mapper, max(options.lengths))
+    models = pair.mapper, pair.source, pair.target
+    policy = TransferPolicy.calibrate(*models, fresh=True, **pair.tokenizers)
+    found = measuring.time_lengths(*models, lengths=options.lengths, runs=options.runs, **pair.tokenizers)
 
-    print(f"\nfloat32, {torch.get_num_threads()} threads, medians of {arguments.runs} runs; ratio: handoff / prefill")
+    print(f"\nfloat32, {torch.get_num_threads()} threads, medians of {options.runs} runs; ratio: handoff / prefill")
     print(f"{'tokens':>7}{'prefill':>10}{'handoff':>10}{'ratio':>8}{'predicted':>11}{'off by':>8}  choice     loses")
     rows = []
     for row in found:
@@ -61,8 +48,7 @@ def main():
     print(f"off by {max(abs(row['error']) for row in rows):.0%} at most")
     print(f"choices lose {statistics.fmean(losses):.1%} on average, {max(losses):.1%} at most")
     print(policy.decide(1024))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

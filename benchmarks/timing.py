@@ -30,6 +30,12 @@ def time_prefill(target: PreTrainedModel, input_ids: torch.Tensor) -> float:
     return seconds(lambda: read_into_cache(target, DynamicCache(config=target.config), input_ids), target.device)
 
 
+def read_layers(cache: TranslatedCache) -> None:
+    """Let a cache translate all of its layers."""
+    for layer in cache.layers:
+        _ = layer.keys  # a read translates
+
+
 def time_handoff(
     source_kv: SourceKV, mapper: KVMapper, target: PreTrainedModel, target_tokenizer=None
 ) -> tuple[float, float]:
@@ -39,11 +45,7 @@ def time_handoff(
     def bind() -> None:
         caches.append(TranslatedCache(source_kv, mapper, target, target_tokenizer=target_tokenizer, **UNGATED))
 
-    def translate() -> None:
-        for layer in caches[0].layers:
-            _ = layer.keys  # a read translates
-
-    return seconds(bind, target.device), seconds(translate, target.device)
+    return seconds(bind, target.device), seconds(lambda: read_layers(caches[0]), target.device)
 
 
 def machine_rates(dtype: torch.dtype, device: torch.device, size: int = 2048, runs: int = 5) -> tuple[float, float]:

@@ -8,12 +8,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from benchmarks import conversation, growth, memory, roofline
+from benchmarks import conversation, demo_pair, growth, memory, policy, roofline, speed
 from benchmarks.counting import attended, map_weights, prefill_flops, translation_bytes, weight_bytes
 from benchmarks.exponents import fit_growth
 from benchmarks.random_pair import geometry_on_meta, map_specs, random_mapper, random_model
 from hf_kvtransfer import KVGeometry
 from hf_kvtransfer.compat import read_into_cache
+from hf_kvtransfer.home import HOME_VARIABLE
 
 from .tiny_models import identity_mapper, random_ids, tiny_model
 from .tiny_tokenizers import SENTENCES, byte_level_bpe
@@ -106,19 +107,46 @@ def test_growth_is_measured_and_drawn(configs, tmp_path):
     assert "tokens" in (tmp_path / "growth.svg").read_text()
 
 
-def test_growth_of_the_demo_pair_is_measured_on_text(tmp_path, monkeypatch):
+@pytest.fixture
+def demo_mapper(tmp_path, monkeypatch):
+    """Tiny models in place of the demo's, and the folder of a mapper between them."""
     models = tiny_model("llama"), tiny_model("gemma3", seed=1)
     geometries = [KVGeometry.from_model(model) for model in models]
     random_mapper(*geometries, 64, 2, torch.float32, "cpu").save_pretrained(tmp_path / "mapper")
-    monkeypatch.setattr(growth, "load_demo_model", lambda name: (models["gemma" in name], byte_level_bpe()))
-    monkeypatch.setattr(memory, "TEXT_FILES", ("LICENSE",))
+    tokenizer = byte_level_bpe()
+    monkeypatch.setattr(demo_pair, "load_demo_model", lambda name, dtype: (models["gemma" in name], tokenizer))
+    monkeypatch.setattr(demo_pair, "TEXT_FILES", ("LICENSE",))
+    return str(tmp_path / "mapper")
+
+
+def test_growth_of_the_demo_pair_is_measured_on_text(demo_mapper, tmp_path):
     lengths = ["--lengths", "48", "--fit-tokens", "1536", "--runs", "1", "--threads", "1"]
-    growth.main([str(tmp_path / "growth"), "--mapper", str(tmp_path / "mapper"), *lengths])
+    growth.main([str(tmp_path / "growth"), "--mapper", demo_mapper, *lengths])
     results = json.loads((tmp_path / "growth.json").read_text())
     assert {name: len(measured) for name, measured in results["measured"].items()} == dict.fromkeys(
         ("fit", "fit memory", "prefill", "bind", "translation", "handoff", "temporary layers"), 1
     )
     assert results["exponents"] == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "columns"),
+    [
+        (memory, [], {"cache", "layer", "temporary", "with_probe"}),
+        (policy, ["--runs", "1"], {"prefill", "handoff", "predicted_ratio", "choice", "loss"}),
+        (speed, ["--runs", "1", "--steps", "2"], {"ratio", "ratio_with_probe", "product_share", "decode"}),
+    ],
+    ids=["memory", "policy", "speed"],
+)
+def test_measurements_of_the_demo_pair(demo_mapper, tmp_path, capsys, monkeypatch, script, options, columns):
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
+    file = tmp_path / "found.json"
+    script.main(["--mapper", demo_mapper, "--lengths", "40", "80", "--threads", "1", "--json", str(file), *options])
+    found = json.loads(file.read_text())
+    rows = list(found.values()) if isinstance(found, dict) else found
+    assert len(rows) == 2
+    assert all(columns <= set(row) for row in rows)
+    assert "     40" in capsys.readouterr().out
 
 
 def test_a_geometry_runs_with_random_weights_and_fewer_layers(configs, tmp_path):
