@@ -64,14 +64,14 @@ def two_sources(texts: Sequence[str], num_chunks: int, length: int) -> list[Reus
     return questions
 
 
-def continuations(texts: Sequence[str], num_chunks: int, length: int, answer: int = 300) -> list[ReuseQuestion]:
+def continuations(texts: Sequence[str], num_chunks: int, length: int, answer: int = 140) -> list[ReuseQuestion]:
     """
     Texts cut into chunks that follow each other. What comes next depends on all of them, and each on those before.
 
     Args:
         texts (`Sequence[str]`):
             The texts.
-        num_chunks (`int`), length (`int`), answer (`int`, *optional*, defaults to 300):
+        num_chunks (`int`), length (`int`), answer (`int`, *optional*, defaults to 140):
             Chunks of a text, and characters of each and of what comes next.
     """
     questions = []

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from benchmarks import conversation, demo_pair, growth, memory, policy, roofline, speed
+from benchmarks import chunks, conversation, demo_pair, growth, memory, policy, roofline, speed
 from benchmarks.counting import attended, map_weights, prefill_flops, translation_bytes, weight_bytes
 from benchmarks.exponents import fit_growth
 from benchmarks.random_pair import geometry_on_meta, map_specs, random_mapper, random_model
@@ -202,3 +202,29 @@ def test_the_conversation_benchmark(tokenizers, tmp_path, monkeypatch, capsys):
     for name in conversation.NAMES:
         translated = sum(row["translated"] for row in rows if row["model"] == name)
         assert f"{translated} not read by itself, {translated} translated; 0 cut off again" in output
+
+
+def test_chunks_are_scored_and_drawn(tmp_path, monkeypatch):
+    model, tokenizer = tiny_model("llama"), byte_level_bpe()
+    monkeypatch.setattr(chunks, "load_demo_model", lambda name: (model, tokenizer))
+    text = " ".join([SENTENCES[0], SENTENCES[4]] * 4)
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    # One chunk is where it was read, so that all methods are exact, and facts of two need more than one.
+    output = str(tmp_path / "one")
+    chunks.main([str(tmp_path / "data.jsonl"), output, "--kinds", "one source", "--chunks", "1", "--length", "80"])
+    (row,) = json.loads((tmp_path / "one.json").read_text())["rows"]
+    for name in ("old positions", "new positions", "first 8 read again", "25% read again"):
+        assert row["losses"][name] == pytest.approx(row["losses"]["full prefill"], abs=1e-3)
+    output = str(tmp_path / "some")
+    chunks.main([str(tmp_path / "data.jsonl"), output, "--chunks", "2", "--length", "40"])
+    results = json.loads((tmp_path / "some.json").read_text())
+    assert [row["kind"] for row in results["rows"]] == list(results["figures"]) == list(chunks.KINDS)
+    for methods in results["figures"].values():
+        saved = [methods[f"{share}% read again"]["operations_saved"] for share in (5, 25, 50)]
+        assert 1 > saved[0] > saved[1] > saved[2] > methods["full prefill"]["operations_saved"] == 0
+        assert methods["new positions"]["remaining_recovered"]["value"] == 0
+    # What is there is not asked again.
+    monkeypatch.setattr(chunks, "ask", None)
+    chunks.main([str(tmp_path / "data.jsonl"), output, "--chunks", "2", "--length", "40"])
+    pytest.importorskip("matplotlib")
+    assert "% of tokens read again" in (tmp_path / "some.svg").read_text()
