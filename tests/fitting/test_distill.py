@@ -98,12 +98,12 @@ def test_places_leave_room_for_sinks_and_the_continuation(pair):
 
 
 # Weights are many: the few continuations here say little about them.
-@pytest.mark.parametrize(("train_weights", "learning_rate", "share_left"), [(False, 0.05, 0.8), (True, 0.01, 0.98)])
+@pytest.mark.parametrize(("train_weights", "learning_rate", "share_left"), [(False, 0.05, 0.8), (True, 0.01, 0.95)])
 def test_repairs_a_damaged_mapper(pair, fitted, train_weights, learning_rate, share_left):
     source, target, texts = pair
     broken = damaged(fitted)
     before = {name: weight.clone() for name, weight in broken.state_dict().items()}
-    options = OPTIONS | {"epochs": 4, "learning_rate": learning_rate, "evaluate_every": 30}
+    options = OPTIONS | {"epochs": 2, "learning_rate": learning_rate, "evaluate_every": 20}
     mapper = distill_mapper(broken, source, target, texts, train_weights=train_weights, **options)
     history = mapper.config.fit["distillation"]["held_out_divergence"]
     assert min(score for _, score in history) < share_left * history[0][1]
