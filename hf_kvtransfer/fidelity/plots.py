@@ -92,7 +92,7 @@ def plot_layers(report: FidelityReport) -> Any:
             axes.plot(range(len(cosines)), cosines, "o-", color=_COLOURS[arm], label=ARM_NAMES[arm], **style)
     axes.set(xlabel="target layer, among those that cache", ylabel="cosine with the native output", ylim=(None, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7, frameon=False)
+    _legend_once(axes)
     return figure
 
 
