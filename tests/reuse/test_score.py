@@ -92,7 +92,7 @@ def test_chunks_that_are_moved_are_not_what_a_prefill_makes(llama, tokenizers):
     score = score_reuse([question()], llama, tokenizers["bpe"], methods)
     scores = score.groups["one source"]
     assert scores["all"].loss == pytest.approx(scores["full prefill"].loss, abs=1e-4)
-    assert scores["moved"].compute_saved > scores["some"].compute_saved > scores["all"].compute_saved
+    assert abs(scores["some"].loss - scores["moved"].loss) > 1e-3
     assert abs(scores["moved"].loss - scores["full prefill"].loss) > 1e-3
     assert scores["again"].loss == pytest.approx(scores["full prefill"].loss, abs=1e-4)
     assert scores["again"].compute_saved < scores["moved"].compute_saved
