@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from hf_kvtransfer import FidelityGate, SourceKV, adapter_mapper
@@ -43,6 +44,7 @@ KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
 }
 FULL, FLOOR, OLD, NEW = "full prefill", "no context", "old positions", "new positions"
 FIRST_TOKENS = 8
+FIRST = f"first {FIRST_TOKENS} read again"
 EFFORTS = (0.05, 0.1, 0.15, 0.25, 0.5)
 
 
@@ -63,19 +65,19 @@ def effort_name(effort: float) -> str:
     return f"{effort:.0%} read again"
 
 
-def make_methods(source, target, mapper, source_tokenizer, target_tokenizer) -> dict[str, TranslatedChunks]:
-    """By name. Those at old positions only for a model and itself."""
-    pair = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
-    options = pair | {"gate": FidelityGate(strict=False)}  # this is about what is lost
-    methods = {
-        NEW: TranslatedChunks(source, target, mapper, **options),
-        f"first {FIRST_TOKENS} read again": TranslatedChunks(
-            source, target, mapper, reread_tokens=FIRST_TOKENS, **options
-        ),
-    }
+def load(mapper: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, TranslatedChunks]]:
+    """The model that answers, its tokenizer, and the methods by name. Old positions are for a model and itself."""
+    source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
+    target, target_tokenizer = load_demo_model("gemma-3-270m") if mapper else (source, source_tokenizer)
+    pair = source, target, mapper or adapter_mapper(source, target)
+    options: dict[str, Any] = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
+    options["gate"] = FidelityGate(strict=False)  # this is about what is lost
+    methods = {} if mapper else {OLD: OldPositions(*pair, **options)}
+    methods[NEW] = TranslatedChunks(*pair, **options)
+    methods[FIRST] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS, **options)
     for effort in EFFORTS:
-        methods[effort_name(effort)] = TranslatedChunks(source, target, mapper, effort=effort, **options)
-    return methods if source is not target else {OLD: OldPositions(source, target, mapper, **options)} | methods
+        methods[effort_name(effort)] = TranslatedChunks(*pair, effort=effort, **options)
+    return target, target_tokenizer, methods
 
 
 def ask(question: ReuseQuestion, target: PreTrainedModel, tokenizer, methods: dict[str, TranslatedChunks]) -> dict:
@@ -184,14 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(options.threads)
-    source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
-    target, target_tokenizer, mapper = source, source_tokenizer, options.mapper
-    if mapper is None:
-        mapper = adapter_mapper(source, target)
-    else:
-        target, target_tokenizer = load_demo_model("gemma-3-270m")
-    methods = make_methods(source, target, mapper, source_tokenizer, target_tokenizer)
-
     texts = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
     texts = [row["text"] for row in texts if options.origin in (None, row.get("source"))]
     needed = (options.chunks + 1) * options.length
@@ -199,14 +193,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = {kind: KINDS[kind](texts, options.chunks, options.length) for kind in options.kinds}
     path = options.output.with_suffix(".json")
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    done, start = {(row["kind"], row["number"]) for row in rows}, time.perf_counter()
-    for number in range(options.questions):
-        for kind, questions in asked.items():
-            if (kind, number) in done or number >= len(questions):
-                continue
-            rows.append({"kind": kind, "number": number} | ask(questions[number], target, target_tokenizer, methods))
-            path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-            print(f"{kind} {number}: {time.perf_counter() - start:.0f} s", flush=True)
+    done = {(row["kind"], row["number"]) for row in rows}
+    left = [
+        (kind, number)
+        for number in range(len(texts))
+        for kind in asked
+        if number < len(asked[kind]) and (kind, number) not in done
+    ]
+    if left:
+        target, target_tokenizer, methods = load(options.mapper)
+    start = time.perf_counter()
+    for kind, number in left:
+        row = ask(asked[kind][number], target, target_tokenizer, methods)
+        rows.append({"kind": kind, "number": number} | row)
+        path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        print(f"{kind} {number}: {time.perf_counter() - start:.0f} s", flush=True)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     figures = {kind: summarise(own) for kind, own in by_kind.items() if own}
     path.write_text(json.dumps({"figures": figures, "rows": rows}, indent=1) + "\n")
