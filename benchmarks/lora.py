@@ -5,7 +5,8 @@ One base model and two LoRAs of it: a context that the base has read is continue
 
 On held-out text of the kind that an adapter was trained on, the base and the adapted model read the context
 themselves; and the adapted model takes over the base's keys and values, as they are (exact up to the first layer that
-the adapter reaches) or with a low-rank correction in the other layers. And what serving one context with both takes.
+the adapter reaches) or with a low-rank correction in the other layers, which `--texts 0` leaves out. And what serving
+one context with both takes.
 
 The first time the two are trained, some minutes each, and saved beside the demo models.
 """
@@ -46,6 +47,7 @@ QUALITY = (
     "adapter",
     "mapper",
     "exact layers",
+    "same bits",
     "context",
     "MB",
     "loss of the base",
@@ -85,38 +87,49 @@ def loss_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: li
     return torch.cat(losses).mean().item()
 
 
+def same_layers(pair: Pair, row: dict, context: int) -> list[int]:
+    """Layers of which the two models cache the same bits of a context, as measured."""
+    input_ids = torch.tensor([pair.target_tokenizer(row["text"]).input_ids[:context]])
+    sides = [SourceKV.prefill(model, None, input_ids).features for model in pair.models]
+    return [i for i, states in enumerate(zip(*sides, strict=True)) if torch.equal(*states)]
+
+
 def quality(pair: Pair, adapter: str, texts: list[str], held_out: list[dict], arguments) -> list[dict]:
-    """For each mapper and length of context a dict of figures."""
+    """For each length of context and mapper a dict of figures."""
     kind, _ = ADAPTERS[adapter]
+    rows = [row for row in held_out if row["source"] == kind]
+    mappers = {"as it is": timed(adapter_mapper, *pair.models)}
+    if texts:
+        mappers[f"corrected, rank {RANK}"] = timed(adapter_mapper, *pair.models, texts, rank=RANK, **pair.tokenizers)
     records = []
-    for name, fitted_on in (("as it is", None), (f"corrected, rank {RANK}", texts)):
-        options = {} if fitted_on is None else {"rank": RANK, **pair.tokenizers}
-        mapper, seconds = timed(adapter_mapper, *pair.models, fitted_on, **options)
-        for context in arguments.contexts:
-            rows = [row for row in held_out if row["source"] == kind]
-            rows = held_out_rows(rows, pair.target_tokenizer, context)[: arguments.documents]
-            records.append(
-                {
-                    "adapter": adapter,
-                    "mapper": name,
-                    "exact_layers": mapper.config.fit["exact_layers"],
-                    "context": context,
-                    "megabytes": mapper.num_bytes() / 1e6,
-                    "base_loss": loss_of(pair.source, pair.source_tokenizer, rows, context),
-                    "figures": evaluate(mapper, pair, rows, context).figures,
-                    "seconds": seconds,
-                }
-            )
+    for context in arguments.contexts:
+        documents = held_out_rows(rows, pair.target_tokenizer, context)[: arguments.documents]
+        about = {
+            "adapter": adapter,
+            "context": context,
+            "same_layers": same_layers(pair, documents[0], context),
+            "base_loss": loss_of(pair.source, pair.source_tokenizer, documents, context),
+        }
+        for name, (mapper, seconds) in mappers.items():
+            figures = {
+                "mapper": name,
+                "exact_layers": mapper.config.fit["exact_layers"],
+                "megabytes": mapper.num_bytes() / 1e6,
+                "figures": evaluate(mapper, pair, documents, context).figures,
+                "seconds": seconds,
+            }
+            records.append(about | figures)
     return records
 
 
 def quality_row(record: dict) -> list[str]:
     """Cells under [`QUALITY`]."""
-    exact, arms = record["exact_layers"], record["figures"]["arms"]
+    exact, same, arms = record["exact_layers"], record["same_layers"], record["figures"]["arms"]
     return [
         record["adapter"],
         record["mapper"],
         f"0 to {exact[-1]}" if exact else "none",
+        f"0 to {same[-1]}" if same == list(range(len(same))) and same else str(same or "none"),
         f"{record['context']:,}",
         f"{record['megabytes']:.2f}",
         f"{record['base_loss']:.3f}",

@@ -13,9 +13,10 @@ from .identity.tensors import active_adapters, is_wrapper
 # First tokens that are read again. What follows cannot have changed them.
 _NUM_TOKENS = 8
 
-# Relative difference between keys, or values, of two readings of a token that is still rounding. Adapters of any use
-# change some layer by more.
-_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 2e-2}
+# Relative difference between keys, or values, of two readings of a token that is still rounding. In SmolLM2, which has
+# 30 layers, rounding makes 2e-6 in float32 and up to 0.02 in bfloat16; LoRAs that were trained for 40 steps make 0.03
+# to 0.08 if they are on the MLPs of its last ten layers, and 0.2 to 0.3 if they are everywhere.
+_TOLERANCE = {torch.float64: 5e-3, torch.float32: 5e-3, torch.float16: 2e-2}
 _COARSE_TOLERANCE = 5e-2
 
 
@@ -58,7 +59,8 @@ def check_filled_with_adapters(
     Raise [`SourceCacheError`] unless the adapters that are at work in a model now are those that filled its cache.
 
     A cache does not say. So the model reads the first 8 tokens of each row again, if there are adapters in it at all,
-    and most of their keys and values must be the same in every layer.
+    and most of their keys and values must be the same in every layer. In bfloat16 an adapter that changes them by less
+    than 5 % passes unseen.
 
     Args:
         cache (`Cache`):

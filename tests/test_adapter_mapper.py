@@ -203,6 +203,7 @@ def switched(llama):
     return model
 
 
+# vllm#44250, vllm#30931, LMCache#2961
 def test_a_cache_that_another_adapter_has_filled_is_no_source(switched, llama):
     ids = random_ids(llama, 2, CONTEXT)
     mask = torch.ones_like(ids)
