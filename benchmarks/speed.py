@@ -3,7 +3,9 @@ How much faster a handoff is than the target's own prefill, as a ratio inside on
 
 The source cache is in hand; a handoff is then everything until the target holds all its layers: comparing both models
 with the mapper's evidence, aligning the tokenizers, reading the first tokens natively, translating, and, with the
-probe, reading the last tokens. Runs are interleaved and medians taken.
+probe, reading the last tokens. What the target has made of a beginning is held for later contexts that begin alike, as
+behind one chat template: in the first table "new beginning" is the ratio of a handoff whose first tokens were never
+read before, all other figures are of later ones. Runs are interleaved and medians taken.
 
 The second table says where the time of a handoff without the probe goes, again as ratios: what the matrix products of
 the translation reach of the rate that this machine reaches between them in a large product, and all of the translation
@@ -21,6 +23,7 @@ from transformers import DynamicCache
 
 from hf_kvtransfer import TranslatedCache
 from hf_kvtransfer.compat import cache_argument, read_into_cache
+from hf_kvtransfer.first_tokens import HELD
 
 from .demo_pair import DemoPair, demo_parser, write_json
 from .memory import temporary_memory
@@ -59,10 +62,10 @@ class Case:
 def measure(case, runs):
     """
     Returns:
-        `dict`: Median seconds of the target's prefill, of a handoff by parts, and of one with the probe, as it is by
-        default.
+        `dict`: Median seconds of the target's prefill, of a handoff by parts, of one with the probe, as it is by
+        default, and of one without it whose first tokens are new.
     """
-    times = {"prefill": [], "bind": [], "translate": [], "with probe": []}
+    times = {"prefill": [], "bind": [], "translate": [], "with probe": [], "new beginning": []}
     probe = None
     for run in range(runs + 1):
         caches = []
@@ -70,15 +73,18 @@ def measure(case, runs):
         binding, translating = time_handoff(case.source_kv, *case.handed, case.tokenizer)
         probed = case.seconds(lambda caches=caches: read_layers(caches.append(case.handoff()) or caches[0]))
         probe = caches[0].report.probe
+        HELD.clear()
+        new = sum(time_handoff(case.source_kv, *case.handed, case.tokenizer))
         if run:  # the first one warms up
-            for name, value in zip(times, (prefill, binding, translating, probed), strict=True):
+            for name, value in zip(times, (prefill, binding, translating, probed, new), strict=True):
                 times[name].append(value)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    ratios = [p / (b + t) for p, b, t, _ in zip(*times.values(), strict=True)]
+    ratios = [p / (b + t) for p, b, t, *_ in zip(*times.values(), strict=True)]
     return medians | {
         "ratio": medians["prefill"] / (medians["bind"] + medians["translate"]),
         "ratio_range": [min(ratios), max(ratios)],
         "ratio_with_probe": medians["prefill"] / medians["with probe"],
+        "ratio_new_beginning": medians["prefill"] / medians["new beginning"],
         "passed_probe": None if probe is None else probe.passed,  # None without a band in the evidence
     }
 
@@ -130,7 +136,8 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     pair = DemoPair(options.mapper, max(options.lengths))
     print(f"\nfloat32, {torch.get_num_threads()} threads, medians of {options.runs} runs")
-    print(f"{'tokens':>7}{'prefill':>10}{'bind':>9}{'translate':>11}{'ratio':>8}   range        with the probe")
+    columns = f"{'tokens':>7}{'prefill':>10}{'bind':>9}{'translate':>11}{'ratio':>8}"
+    print(f"{columns}   range   new beginning   with the probe")
     results = {}
     for length in options.lengths:
         case = Case(pair, length)
@@ -138,7 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
         low, high = result["ratio_range"]
         print(
             f"{length:7}{result['prefill']:9.3f}s{result['bind']:8.3f}s{result['translate']:10.3f}s"
-            f"{result['ratio']:7.1f}x   {low:.1f} to {high:.1f}   {result['with probe']:.3f}s "
+            f"{result['ratio']:7.1f}x   {low:.1f} to {high:.1f}   {result['ratio_new_beginning']:.1f}x   "
+            f"{result['with probe']:.3f}s "
             f"{result['ratio_with_probe']:.1f}x{PROBE_NOTES[result['passed_probe']]}",
             flush=True,
         )

@@ -10,12 +10,13 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from .adapters import TargetAdapters
 from .alignment import TokenAlignment, align_tokens
 from .alignment.spans import character_spans, encode_with_spans
-from .compat import input_device, model_name, read_into_cache
+from .compat import input_device, model_name
 from .errors import (
     AlignmentError,
     BatchMismatchError,
     PrefixMismatchError,
 )
+from .first_tokens import FirstTokens, read_first_tokens
 from .geometry import KVGeometry, LayerGeometry
 from .mapper import KVMapper
 from .padding import pad_rows, positions_from_mask, unpad_rows
@@ -362,15 +363,9 @@ class Translation:
         states = self._target_tokens.native_states(num_layers)
         check_token_features(self.mapper, self.target, states.hidden_states.shape[-1])
 
-    def _read_sinks(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    def _read_sinks(self) -> FirstTokens:
         """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""
         if not self.num_sinks:
             return [None] * len(self.geometry.layers)
         columns = self._first_token[:, None] + torch.arange(self.num_sinks)
-        cache = DynamicCache(config=self.target.config)
-        cache.activate_past_recording()  # also a window shorter than the sinks keeps them all
-        read_into_cache(self.target, cache, self.input_ids.gather(1, columns))
-        return [
-            None if geometry is None else (layer.keys, layer.values)
-            for geometry, layer in zip(self.geometry.layers, cache.layers, strict=True)
-        ]
+        return read_first_tokens(self.target, self.input_ids.gather(1, columns))
