@@ -15,6 +15,7 @@ from ..cache import TranslatedCache
 from ..compat import input_device, read_into_cache
 from ..errors import RefusedError
 from ..fidelity.gate import FidelityGate
+from ..first_tokens import HELD
 from ..geometry import KVGeometry
 from ..mapper import KVMapper
 from ..source import SourceKV
@@ -179,6 +180,7 @@ class _Context:
         self._read(DynamicCache(config=self.target.config), self.input_ids)
 
     def handoff(self) -> None:
+        HELD.pop(self.target, None)  # contexts to come may begin otherwise
         try:
             cache: Any = TranslatedCache(
                 self.source_kv,
