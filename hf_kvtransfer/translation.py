@@ -326,6 +326,7 @@ class Translation:
         known = self._last_block.get(key)
         if known is not None:
             return known[0]
+        self._last_block.clear()  # two would be as large as a layer
         first, last, index = start, stop, None
         if not self._in_step:
             index = self.source_index[:, start:stop]
@@ -340,7 +341,6 @@ class Translation:
             token_index = None if token_index is None else token_index.to(device)
         tables = self._rotary.at(self.key_positions[:, start:stop])
         block = Block(slice(first, last), index, token_features, token_index, tables)
-        self._last_block.clear()
         self._last_block[key] = block, tensors
         return block
 
