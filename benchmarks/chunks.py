@@ -30,7 +30,7 @@ from hf_kvtransfer import FidelityGate, SourceKV, adapter_mapper
 from hf_kvtransfer.compat import read_into_cache, token_losses
 from hf_kvtransfer.demo_models import load_demo_model
 from hf_kvtransfer.fidelity.prompts import PromptEncoder
-from hf_kvtransfer.fidelity.statistics import resampled_totals, share_intervals
+from hf_kvtransfer.fidelity.statistics import MIN_DOCUMENTS, resampled_totals, share_intervals
 from hf_kvtransfer.reuse import ReuseQuestion, ReuseRequest, TranslatedChunks
 from hf_kvtransfer.rotary import Rotary
 
@@ -45,6 +45,7 @@ KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
 FULL, FLOOR, OLD, NEW = "full prefill", "no context", "old positions", "new positions"
 FIRST_TOKENS = 8
 FIRST = f"first {FIRST_TOKENS} read again"
+BOTH = f"first {FIRST_TOKENS // 2} and 10% read again"
 EFFORTS = (0.05, 0.1, 0.15, 0.25, 0.5)
 
 
@@ -75,6 +76,7 @@ def load(mapper: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
     methods = {} if mapper else {OLD: OldPositions(*pair, **options)}
     methods[NEW] = TranslatedChunks(*pair, **options)
     methods[FIRST] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS, **options)
+    methods[BOTH] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS // 2, effort=0.1, **options)
     for effort in EFFORTS:
         methods[effort_name(effort)] = TranslatedChunks(*pair, effort=effort, **options)
     return target, target_tokenizer, methods
@@ -106,7 +108,7 @@ def ask(question: ReuseQuestion, target: PreTrainedModel, tokenizer, methods: di
 def share(losses: np.ndarray, best: np.ndarray, worst: np.ndarray) -> dict[str, float | None]:
     """Of what `best` is better than `worst`, with a 95 % interval; losses are those on each question."""
     gained = np.stack([worst - best, worst - losses], 1)
-    bounds = share_intervals(resampled_totals(gained))
+    bounds = share_intervals(resampled_totals(gained)) if len(gained) >= MIN_DOCUMENTS else None
     low, high = (None, None) if bounds is None else bounds[:, 1].tolist()
     return {"value": float(gained[:, 1].sum() / gained[:, 0].sum()), "low": low, "high": high}
 
