@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .errors import MapperFormatError
 from .fidelity.report import FIDELITY_FILE, FidelityReport
@@ -21,6 +21,7 @@ from .hub.download import find_mapper_files
 from .mapper_config import KVMapperConfig
 from .maps import build_layer_map
 from .maps.storage import check_storage, dequantized, in_dtype, num_bytes, quantized
+from .whole_folder import written_whole
 
 
 # What is said of where the files are, not of how they are loaded.
@@ -201,21 +202,21 @@ class KVMapper(PreTrainedModel):
         As [`~transformers.PreTrainedModel.save_pretrained`], and writes the evidence, if there is any, beside.
 
         Raises:
+            `OSError`: the disk is full, or the folder cannot be written to. What is in it is left as it was.
             `ValueError`: with `push_to_hub`, which would upload the weights without their evidence.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError("`push_to_hub=True` would leave the evidence behind: call `mapper.push_to_hub(repo_id)`.")
-        evidence, folder = self.evidence, Path(save_directory)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if not self.state_dict():
-            # transformers writes no file for a mapper of identities, and reads no folder without one.
-            save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif any(folder.glob("model-*-of-*.safetensors")):
-            (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # of an earlier save: it would be read instead
-        if evidence is not None:
-            evidence.save(save_directory)
-        else:
-            (folder / FIDELITY_FILE).unlink(missing_ok=True)  # of the mapper that was there before
+        evidence = self.evidence
+        # What was there before is of another mapper.
+        replaced = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, FIDELITY_FILE)
+        with written_whole(Path(save_directory), replaced) as folder:
+            super().save_pretrained(folder, *args, **kwargs)
+            if not self.state_dict():
+                # transformers writes no file for a mapper of identities, and reads no folder without one.
+                save_file({}, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+            if evidence is not None:
+                evidence.save(folder)
 
     def push_to_hub(
         self,

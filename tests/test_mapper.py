@@ -1,5 +1,6 @@
 import gc
 import json
+import resource
 import weakref
 
 import pytest
@@ -37,6 +38,23 @@ def test_round_trip(folder):
     assert mapper.layers[1].source_layers == (1,)
     assert mapper.config.source["name"] == "tiny"
     assert KVMapper.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_full_disk_leaves_what_was_there(folder, copy):
+    mapper = identity_mapper(tiny_model("llama"))
+    before = {file.name: file.read_bytes() for file in copy.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        for place in (copy, copy / "new"):
+            with pytest.raises(OSError, match="cannot be written: .* It is left as it was"):
+                mapper.save_pretrained(place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == before
+    mapper.save_pretrained(copy)
+    assert KVMapper.from_pretrained(copy).digest() == mapper.digest()
+    assert {file.name for file in copy.iterdir()} == before.keys()
 
 
 def test_shards(folder, tmp_path):
