@@ -45,7 +45,6 @@ KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
 FULL, FLOOR, OLD, NEW = "full prefill", "no context", "old positions", "new positions"
 FIRST_TOKENS = 8
 FIRST = f"first {FIRST_TOKENS} read again"
-BOTH = f"first {FIRST_TOKENS // 2} and 10% read again"
 EFFORTS = (0.05, 0.1, 0.15, 0.25, 0.5)
 
 
@@ -76,7 +75,6 @@ def load(mapper: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
     methods = {} if mapper else {OLD: OldPositions(*pair, **options)}
     methods[NEW] = TranslatedChunks(*pair, **options)
     methods[FIRST] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS, **options)
-    methods[BOTH] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS // 2, effort=0.1, **options)
     for effort in EFFORTS:
         methods[effort_name(effort)] = TranslatedChunks(*pair, effort=effort, **options)
     return target, target_tokenizer, methods
