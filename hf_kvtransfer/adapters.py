@@ -71,15 +71,17 @@ def check_filled_with_adapters(
             `[batch, tokens]`, left-padded.
     """
     found = adapters_at_work(model)
-    first = input_ids.shape[1] - attention_mask.sum(-1)
-    last = input_ids.shape[1]
+    if not found:
+        return
+    input_ids, position_ids = input_ids.cpu(), position_ids.cpu()
+    first, last = input_ids.shape[1] - attention_mask.sum(-1).cpu(), input_ids.shape[1]
     translated = getattr(cache, "translated_mask", None)
     if translated is not None and translated.any():  # those that another model has read say nothing about this one
         last = int(translated.any(0).nonzero()[0])
     num_tokens = min(_NUM_TOKENS, last - int(first.max()))
-    if not found or num_tokens < 1:
+    if num_tokens < 1:
         return
-    columns = first[:, None] + torch.arange(num_tokens, device=first.device)
+    columns = first[:, None] + torch.arange(num_tokens)
     again = DynamicCache(config=model.config)
     again.activate_past_recording()
     read_into_cache(model, again, input_ids.gather(1, columns), position_ids=position_ids.gather(1, columns))
