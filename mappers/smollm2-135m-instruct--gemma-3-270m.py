@@ -3,7 +3,10 @@ The recipe of the mapper in the folder of the same name: a closed-form fit withi
 
     python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl
 
-Goes on where it was interrupted.
+Goes on where it was interrupted. The way back, which is not shipped, is the closed form alone:
+
+    python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl --source gemma-3-270m \\
+        --target smollm2-135m-instruct --fit-texts 110 --distill-texts 0 --output FOLDER
 """
 
 import argparse
@@ -35,13 +38,15 @@ def read(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="JSONL of rows with `source` and `text`, the last tenth held out")
+    parser.add_argument("--source", default=SOURCE, choices=DEMO_MODELS)
+    parser.add_argument("--target", default=TARGET, choices=DEMO_MODELS)
     parser.add_argument("--budget", default="45MB")
     parser.add_argument("--kind", default="linear")
     parser.add_argument("--rank", type=int, help="of kind low_rank")
     parser.add_argument("--storage-bits", type=int, default=8)
     parser.add_argument("--native-layers", type=int, default=0)
     parser.add_argument("--fit-texts", type=int, default=150)
-    parser.add_argument("--distill-texts", type=int, default=240, help="other texts than those of the fit")
+    parser.add_argument("--distill-texts", type=int, default=240, help="other texts than those of the fit; 0 for none")
     parser.add_argument("--output", type=Path, default=FOLDER)
     arguments = parser.parse_args()
 
@@ -49,8 +54,8 @@ def main():
     fit_texts = spread(texts, arguments.fit_texts)
     known = set(fit_texts)
     distill_texts = spread([text for text in texts if text not in known], arguments.distill_texts)
-    source, source_tokenizer = load_demo_model(SOURCE)
-    target, target_tokenizer = load_demo_model(TARGET)
+    source, source_tokenizer = load_demo_model(arguments.source)
+    target, target_tokenizer = load_demo_model(arguments.target)
     tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
     work = arguments.output / "work"
     fitted = work / "fitted"
@@ -72,24 +77,26 @@ def main():
         mapper.save_pretrained(fitted)
         print(f"Closed form: {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads")
     mapper = KVMapper.from_pretrained(fitted)
-    start = time.perf_counter()
-    mapper = distill_mapper(mapper, source, target, distill_texts, **tokenizers, checkpoint=work)
-    print(f"Distillation: {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads")
-    for side, name in ((mapper.config.source, SOURCE), (mapper.config.target, TARGET)):
+    if distill_texts:
+        start = time.perf_counter()
+        mapper = distill_mapper(mapper, source, target, distill_texts, **tokenizers, checkpoint=work)
+        print(f"Distillation: {time.perf_counter() - start:.0f} s on {torch.get_num_threads()} threads")
+    for side, name in ((mapper.config.source, arguments.source), (mapper.config.target, arguments.target)):
         side["name"] = DEMO_MODELS[name].url.removeprefix("https://huggingface.co/")
     mapper.config.fit["data_sha256"] = hashlib.sha256(arguments.data.read_bytes()).hexdigest()
     mapper.save_pretrained(arguments.output)
     shutil.rmtree(work)
 
     explained = explained_variance(mapper)
-    history = mapper.config.fit["distillation"]["held_out_divergence"]
     print(f"{mapper.num_bytes() / 1e6:.1f} MB, peak memory {peak_gib():.1f} GiB")
     print(
         "Held-out variance that the closed form explains, mean over layers: "
         f"keys {explained['keys']:.3f}, values {explained['values']:.3f}"
     )
-    best = min(score for _, score in history)
-    print(f"Held-out divergence: {history[0][1]:.4f} before distillation, {best:.4f} after")
+    if distill_texts:
+        history = mapper.config.fit["distillation"]["held_out_divergence"]
+        best = min(score for _, score in history)
+        print(f"Held-out divergence: {history[0][1]:.4f} before distillation, {best:.4f} after")
 
 
 def peak_gib():
