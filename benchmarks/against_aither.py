@@ -29,7 +29,6 @@ from pairs.measuring import (
     Pair,
     add_improvements,
     evaluate,
-    filled_cache,
     held_out_rows,
     ids_of_context,
     improved_as_asked,
@@ -45,6 +44,7 @@ from pairs.measuring import (
 
 from hf_kvtransfer import KVMapper, KVMapperConfig, SourceKV, fit_mapper
 from hf_kvtransfer.alignment.spans import encode_with_spans
+from hf_kvtransfer.compat import filled_cache
 from hf_kvtransfer.demo_models import demo_model_path, run_pip
 from hf_kvtransfer.fidelity.report import FidelityReport
 from hf_kvtransfer.fidelity.statistics import figures

@@ -32,6 +32,7 @@ from hf_kvtransfer.demo_models import load_demo_model
 from hf_kvtransfer.fidelity.prompts import PromptEncoder
 from hf_kvtransfer.fidelity.statistics import MIN_DOCUMENTS, resampled_totals, share_intervals
 from hf_kvtransfer.reuse import ReuseQuestion, ReuseRequest, TranslatedChunks
+from hf_kvtransfer.reuse.score import FLOOR, FULL
 from hf_kvtransfer.rotary import Rotary
 
 from . import chunk_questions
@@ -42,7 +43,7 @@ KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
     "two sources": chunk_questions.two_sources,
     "continuation": chunk_questions.continuations,
 }
-FULL, FLOOR, OLD, NEW = "full prefill", "no context", "old positions", "new positions"
+OLD, NEW = "old positions", "new positions"
 FIRST_TOKENS = 8
 FIRST = f"first {FIRST_TOKENS} read again"
 EFFORTS = (0.05, 0.1, 0.15, 0.25, 0.5)

@@ -19,7 +19,6 @@ from pairs.measuring import (
     CONTINUATION,
     Pair,
     evaluate,
-    filled_cache,
     held_out_rows,
     ids_of_context,
     make_parser,
@@ -34,6 +33,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_kvtransfer import SourceKV, adapter_mapper
+from hf_kvtransfer.compat import filled_cache
 from hf_kvtransfer.demo_models import demo_model_path, load_demo_model
 
 

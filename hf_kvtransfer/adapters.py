@@ -1,10 +1,10 @@
 """Adapters of PEFT are switched in place: which are at work in a model, and did these fill its cache?"""
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .compat import read_into_cache, unwrap
+from .compat import filled_cache, unwrap
 from .errors import PairMismatchError, SourceCacheError
 from .geometry import KVGeometry
 from .identity.tensors import active_adapters, is_wrapper
@@ -82,9 +82,7 @@ def check_filled_with_adapters(
     if num_tokens < 1:
         return
     columns = first[:, None] + torch.arange(num_tokens)
-    again = DynamicCache(config=model.config)
-    again.activate_past_recording()
-    read_into_cache(model, again, input_ids.gather(1, columns), position_ids=position_ids.gather(1, columns))
+    again = filled_cache(model, input_ids.gather(1, columns), position_ids.gather(1, columns))
     for layer_idx, layer in enumerate(geometry.layers):
         if layer is None:
             continue

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .few_rows import FEW_ROWS, FewRows
@@ -69,6 +69,16 @@ def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     # Flat: ten times as fast on a CPU as with the vocabulary in the middle.
     flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten(), reduction="none")
     return flat.view(input_ids.shape)
+
+
+def filled_cache(
+    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
+) -> DynamicCache:
+    """What a model caches of a context, `[batch, tokens]`: every token also in sliding windows."""
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    read_into_cache(model, cache, input_ids, position_ids=position_ids)
+    return cache
 
 
 def unwrap(model: PreTrainedModel) -> PreTrainedModel:

@@ -6,9 +6,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .compat import read_into_cache
+from .compat import filled_cache
 from .probe import probe_model
 
 
@@ -54,10 +54,7 @@ def read_first_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> FirstT
 
 
 def _read(model: PreTrainedModel, input_ids: torch.Tensor) -> FirstTokens:
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()  # also a window shorter than these tokens keeps them all
-    read_into_cache(model, cache, input_ids)
-    layers: Any = zip(cache.layers, probe_model(model).layers, strict=True)
+    layers: Any = zip(filled_cache(model, input_ids).layers, probe_model(model).layers, strict=True)
     return [None if probed is None else (layer.keys, layer.values) for layer, probed in layers]
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .compat import input_device, read_into_cache, unwrap
+from .compat import filled_cache, input_device, read_into_cache, unwrap
 from .errors import UnsupportedModelError
 from .geometry import KVGeometry
 from .layers import PendingLayer
@@ -118,10 +118,8 @@ def _check_heeds_masks(target: PreTrainedModel) -> None:
             f"read single tokens again, load it with `attn_implementation` {' or '.join(_ATTENTION)}, or leave "
             "`effort` at 0."
         )
-    cache = DynamicCache(config=target.config)
-    cache.activate_past_recording()
     ids = (torch.arange(_NUM_TRIED)[None] * 7 + 3) % target.get_input_embeddings().weight.shape[0]
-    read_into_cache(target, cache, ids)
+    cache = filled_cache(target, ids)
     geometry = KVGeometry.from_model(target)
     own = [i for i, layer in enumerate(geometry.layers) if layer is not None]
     before = {i: (cache.layers[i].keys, cache.layers[i].values) for i in own}

@@ -182,21 +182,8 @@ class SourceKV:
             position_ids=position_ids,
         )
         check_holds_every_token(cache, geometry, *input_ids.shape)
-        if tokenizer is not None and rows is None:
-            rows, spans = _decoded(tokenizer, input_ids, mask)
-        rows, spans = _cut_text(rows, spans, mask.cpu(), slice(None))
-        return cls(
-            _position_free(cache, geometry, tables),
-            geometry,
-            input_ids.cpu(),
-            mask.cpu(),
-            position_ids.cpu(),
-            ModelIdentity.from_model(model, tokenizer),
-            rows,
-            spans,
-            None if logits is None else _last_losses(logits, input_ids, mask),
-            cache_policy(cache),
-        )
+        losses = None if logits is None else _last_losses(logits, input_ids, mask)
+        return cls._copied(cache, model, tables, input_ids, mask, position_ids, tokenizer, losses, rows, spans)
 
     @classmethod
     def from_cache(
@@ -255,15 +242,37 @@ class SourceKV:
         check_holds_every_token(cache, geometry, *input_ids.shape)
         tables = rotary.at(positions[:, start:stop])
         check_filled_with_adapters(cache, model, geometry, input_ids, mask, positions)
+        return cls._copied(
+            cache, model, tables, input_ids, mask, positions, tokenizer, token_losses, text, spans, start, stop
+        )
+
+    @classmethod
+    def _copied(
+        cls,
+        cache: Cache,
+        model: PreTrainedModel,
+        tables: RotaryTables,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        tokenizer: PreTrainedTokenizerBase | None,
+        token_losses: torch.Tensor | None,
+        text: Sequence[str] | None,
+        spans: torch.Tensor | None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> "SourceKV":
+        """A range of a cache that was checked; `tables` are for that range, all else is of all tokens."""
         if tokenizer is not None and text is None:
             text, spans = _decoded(tokenizer, input_ids, mask)
         text, spans = _cut_text(text, spans, mask.cpu(), slice(start, stop))
+        geometry = KVGeometry.from_model(model)
         return cls(
             _position_free(cache, geometry, tables, start, stop),
             geometry,
             input_ids[:, start:stop].cpu(),
             mask[:, start:stop].cpu(),
-            positions[:, start:stop].cpu(),
+            position_ids[:, start:stop].cpu(),
             ModelIdentity.from_model(model, tokenizer),
             text,
             spans,
@@ -325,7 +334,7 @@ class SourceKV:
 
 
 def _position_free(
-    cache: Cache, geometry: KVGeometry, tables: RotaryTables, start: int = 0, stop: int | None = None
+    cache: Cache, geometry: KVGeometry, tables: RotaryTables, start: int, stop: int | None
 ) -> list[torch.Tensor | None]:
     """Keys without rotary embedding, whose `tables` are for the range of tokens, and values, as in [`SourceKV`]."""
     features: list[torch.Tensor | None] = []

@@ -27,7 +27,7 @@ from hf_kvtransfer import (
     train_residuals,
 )
 from hf_kvtransfer.alignment.spans import encode_with_spans
-from hf_kvtransfer.compat import read_into_cache
+from hf_kvtransfer.compat import filled_cache, read_into_cache
 from hf_kvtransfer.fidelity.report import FidelityReport
 from hf_kvtransfer.translation import Translation
 
@@ -155,14 +155,6 @@ def evaluate(mapper: KVMapper, pair: Pair, rows: list[dict], context_tokens: int
         corrupted_documents=0,
         **options,
     )
-
-
-def filled_cache(model: PreTrainedModel, input_ids: torch.Tensor) -> DynamicCache:
-    """What a model caches of a context, every token also in sliding windows."""
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    read_into_cache(model, cache, input_ids)
-    return cache
 
 
 def ids_of_context(pair: Pair, text: str, context_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
