@@ -21,7 +21,7 @@ from .hub.download import find_mapper_files
 from .mapper_config import KVMapperConfig
 from .maps import build_layer_map
 from .maps.storage import check_storage, dequantized, in_dtype, num_bytes, quantized
-from .whole_folder import written_whole
+from .whole_files import whole_folder
 
 
 # What is said of where the files are, not of how they are loaded.
@@ -210,7 +210,7 @@ class KVMapper(PreTrainedModel):
         evidence = self.evidence
         # What was there before is of another mapper.
         replaced = ("model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, FIDELITY_FILE)
-        with written_whole(Path(save_directory), replaced) as folder:
+        with whole_folder(Path(save_directory), replaced) as folder:
             super().save_pretrained(folder, *args, **kwargs)
             if not self.state_dict():
                 # transformers writes no file for a mapper of identities, and reads no folder without one.

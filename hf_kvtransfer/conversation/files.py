@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import ConversationError
 from ..fidelity.chat import Message
 from ..identity import ModelIdentity
+from ..whole_files import whole_file
 from .log import ModelLog
 from .prompt import ReadText
 
@@ -46,9 +47,8 @@ def save_logs(folder: Path, messages: list[Message], logs: Mapping[str, ModelLog
             "identity": log.identity.to_dict(),
             "turn": log.turn,
         }
-    written = folder / f"{CONVERSATION_FILE}.partial"
-    written.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-    written.replace(folder / CONVERSATION_FILE)
+    with whole_file(folder / CONVERSATION_FILE) as unfinished:
+        unfinished.write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
     kept = {model["file"] for model in state["models"].values()}
     for old in folder.glob("cache-*-*.safetensors"):
         if old.name not in kept:

@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import EvidenceError
+from ..whole_files import whole_file
 from .results import PassageResult, check_results
 from .statistics import figures
 from .tables import tables
@@ -97,13 +97,8 @@ class FidelityReport:
             text = _with_digest(_layout(self._payload()))
         except (ValueError, EvidenceError) as error:
             raise EvidenceError(f"The report is not written to {path}: {error}") from error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with whole_file(path) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
         return path
 
     @classmethod

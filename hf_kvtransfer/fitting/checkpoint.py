@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from transformers.utils import logging
 
 from ..errors import CalibrationError
 from ..nested import describe_differences
+from ..whole_files import remove_file, whole_file
 from .processes import Processes
 
 
@@ -153,15 +153,11 @@ class Checkpoint:
         position = {"stage": stage, "batches": batches, "digest": digest, "results": results}
         notes = json.dumps({"settings": self._settings, "position": position})
         tensors = {f"{name}:{key}": tensor for name, part in sums.items() for key, tensor in part.state().items()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is whole: whenever the fit is interrupted, there is a whole file or none.
-        unfinished = self._path.with_suffix(".unfinished")
         try:
-            save_file(tensors, unfinished, metadata={"notes": notes})
-            os.replace(unfinished, self._path)
+            with whole_file(self._path) as unfinished:
+                save_file(tensors, unfinished, metadata={"notes": notes})
         except (OSError, SafetensorError) as error:
             # What is summed is in memory: no reason to give it up.
-            unfinished.unlink(missing_ok=True)
             logger.warning(
                 f"The checkpoint {self._path} could not be written ({error}). The fit goes on, and an interruption "
                 "would take it back to the one before."
@@ -178,6 +174,5 @@ class Checkpoint:
     def remove(self) -> None:
         """The fit is done: delete the file, and what is kept beside it."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path.with_suffix(".unfinished").unlink(missing_ok=True)
+            remove_file(self._path)
             shutil.rmtree(self.states_folder, ignore_errors=True)

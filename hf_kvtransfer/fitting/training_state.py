@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from ..errors import CalibrationError
 from ..nested import describe_differences
+from ..whole_files import remove_file, whole_file
 
 
 FILE_NAME = "distillation.pt"
@@ -78,8 +78,6 @@ class TrainingState:
         """Write everything, all of it or none."""
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".unfinished")
         state = {
             "settings": json.dumps(self._settings),
             "num_steps": self.num_steps,
@@ -90,8 +88,8 @@ class TrainingState:
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
         }
-        torch.save(state, unfinished)
-        os.replace(unfinished, self._path)
+        with whole_file(self._path) as unfinished:
+            torch.save(state, unfinished)
 
     @torch.no_grad()
     def _load(self, path: Path) -> None:
@@ -117,5 +115,4 @@ class TrainingState:
     def remove(self) -> None:
         """The training is done: delete the file."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path.with_suffix(".unfinished").unlink(missing_ok=True)
+            remove_file(self._path)

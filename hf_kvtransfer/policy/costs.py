@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..compat import input_device, unwrap
 from ..home import home_folder
 from ..mapper import KVMapper
+from ..whole_files import whole_file
 from .time_model import TimeModel
 
 
@@ -61,13 +62,8 @@ class MeasuredCosts:
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
         """Write them, at once or not at all, with what they are `about`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with whole_file(path) as unfinished:
             unfinished.write_text(json.dumps({"about": about, "costs": dataclasses.asdict(self)}, indent=2) + "\n")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, about: dict[str, Any]) -> "MeasuredCosts | None":

@@ -1,5 +1,6 @@
-"""Files of a folder are written all or none: a disk that is full leaves what was there."""
+"""A file, or all files of a folder, are written whole or not at all: a disk that is full leaves what was there."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,31 @@ from safetensors import SafetensorError
 
 
 @contextmanager
-def written_whole(folder: Path, replaced: Sequence[str] = ()) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
+    """
+    Where to write a file, which takes the place of `path` when it is all there.
+
+    Args:
+        path (`Path`):
+            Where it is to be, in a folder that is made if it is not there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # other processes may write it too
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file if it is there, and what processes that were killed have left of it."""
+    for file in (path, *path.parent.glob(f".{path.name}.*")):
+        file.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(folder: Path, replaced: Sequence[str] = ()) -> Iterator[Path]:
     """
     A folder to write files into, which are moved to `folder` when all of them are there.
 
