@@ -21,8 +21,8 @@ class Admission:
             What is asked of the evidence.
         target (`PreTrainedModel`), target_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The model that will continue.
-        sink_tokens (`int`, *optional*), storage (`Cache`, *optional*):
-            As of [`TranslatedCache`].
+        sink_tokens (`int`, *optional*), tail_tokens (`int`, *optional*), storage (`Cache`, *optional*):
+            As of [`TranslatedCache`]. `None` for a tail that is not that of what is translated.
         revision (`str`, *optional*):
             Of mappers that are named by a Hub id.
     """
@@ -33,6 +33,7 @@ class Admission:
         target: PreTrainedModel,
         target_tokenizer: PreTrainedTokenizerBase | None,
         sink_tokens: int | None,
+        tail_tokens: int | None,
         storage: Cache | None,
         revision: str | None = None,
     ):
@@ -40,6 +41,7 @@ class Admission:
         self._options = {
             "target_tokenizer": target_tokenizer,
             "sink_tokens": sink_tokens,
+            "tail_tokens": tail_tokens,
             "target_cache": storage,
         }
         self._loaded: dict[str, KVMapper] = {}

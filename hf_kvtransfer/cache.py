@@ -136,7 +136,7 @@ class TranslatedCache(RestoringCache):
         self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
         if policy is not None and not self._is_worth_it(policy, source, source_input_ids):
             return
-        admission = Admission(gate, target, target_tokenizer, sink_tokens, storage, revision)
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, tail_tokens, storage, revision)
 
         def bind() -> Translation:
             source_kv = source
@@ -212,7 +212,7 @@ class TranslatedCache(RestoringCache):
         binding = SegmentBinding(target, target_tokenizer, input_ids, attention_mask, length, prefix, first)
         cache = cls.__new__(cls)
         cache._begin(target, storage, on_refusal, "no mapper")
-        admission = Admission(gate, target, target_tokenizer, sink_tokens, storage)
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, None, storage)
 
         def bind() -> SegmentedTranslation:
             return binding.bind(segments, admission, sink_tokens, raises=on_refusal == "raise")

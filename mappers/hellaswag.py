@@ -28,13 +28,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with hellaswag.jsonl")
     parser.add_argument("--mapper", type=Path, default=FOLDER)
+    parser.add_argument("--tail-tokens", type=int, default=1, help="last ones of a question that Gemma reads itself")
     parser.add_argument("--limit", type=int, help="at most so many questions, spread over all")
     arguments = parser.parse_args()
 
     source, source_tokenizer = load_demo_model(SOURCE)
     target, target_tokenizer = load_demo_model(TARGET)
     mapper = KVMapper.from_pretrained(arguments.mapper, dtype=torch.float32)
-    replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer)
+    replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer, tail_tokens=arguments.tail_tokens)
     rows = few_shot(read(arguments.data / "hellaswag.jsonl"))
     documents = load_evaluation_data(rows, source_tokenizer, target_tokenizer, limit=arguments.limit).documents
     chosen, labels = [], []

@@ -1,6 +1,7 @@
 """A translation that cannot be trusted is not used, and the request is answered as without it."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -421,6 +422,13 @@ def test_a_cache_that_was_reset_is_a_source(source, target, mapper, context):
 def test_fewer_sinks_than_were_measured(source, target, mapper, context):
     cache = TranslatedCache(read(source, context), mapper, target, sink_tokens=1)
     assert_answered_natively(target, context, cache, "is to read 1 first tokens itself, it read 4 when measured")
+
+
+def test_a_shorter_tail_than_was_measured(source, target, mapper, context):
+    mapper.evidence = dataclasses.replace(mapper.evidence, settings=mapper.evidence.settings | {"tail_tokens": 3})
+    cache = TranslatedCache(read(source, context), mapper, target, tail_tokens=2)
+    assert_answered_natively(target, context, cache, "is to read 2 last tokens itself, it read 3 when measured")
+    assert TranslatedCache(read(source, context), mapper, target, tail_tokens=3).is_translation
 
 
 def test_a_crop_after_a_probe_in_sliding_windows(monkeypatch):

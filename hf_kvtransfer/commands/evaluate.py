@@ -42,6 +42,9 @@ def evaluate(
     ] = None,
     context_tokens: Annotated[int, typer.Option(min=2, help="Target tokens of a text that are context.")] = 256,
     continuation_tokens: Annotated[int, typer.Option(min=1, help="Target tokens behind it that are scored.")] = 64,
+    tail_tokens: Annotated[
+        int, typer.Option(min=1, help="Last tokens of each context that the target reads itself.")
+    ] = 1,
     max_length: Annotated[int, typer.Option(min=2, help="Leave out longer contexts, in target tokens.")] = 2048,
     false_alarm_rate: Annotated[
         float, typer.Option(min=0.001, max=0.5, help="Share of right translations that the probe may refuse.")
@@ -110,6 +113,7 @@ def evaluate(
             continuation_tokens=continuation_tokens,
             max_length=max_length,
             limit=limit,
+            tail_tokens=tail_tokens,
             false_alarm_rate=false_alarm_rate,
             work_file=work_file,
         )

@@ -50,6 +50,7 @@ def evaluate_mapper(
     max_length: int = 2048,
     limit: int | None = None,
     sink_tokens: int | None = None,
+    tail_tokens: int = 1,
     false_alarm_rate: float = 0.05,
     probe_documents: int = 150,
     corrupted_documents: int = 60,
@@ -84,6 +85,9 @@ def evaluate_mapper(
             Documents of each source of data that are used, all by default.
         sink_tokens (`int`, *optional*):
             First tokens that the target reads itself, by default as in the mapper's fit.
+        tail_tokens (`int`, *optional*, defaults to 1):
+            Last tokens of each context that it reads itself, on top of the others, in all arms. What is measured with
+            more than one holds for uses with as many: the gate asks for them.
         false_alarm_rate (`float`, *optional*, defaults to 0.05):
             Share of right translations that the probe may refuse, at most 0.5.
         probe_documents (`int`, *optional*, defaults to 150):
@@ -117,7 +121,16 @@ def evaluate_mapper(
     check_not_negative(
         sink_tokens=sink_tokens, probe_documents=probe_documents, corrupted_documents=corrupted_documents
     )
-    replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer, sink_tokens=sink_tokens, seed=seed)
+    replay = Replay(
+        mapper,
+        source,
+        target,
+        source_tokenizer,
+        target_tokenizer,
+        sink_tokens=sink_tokens,
+        tail_tokens=tail_tokens,
+        seed=seed,
+    )
     opened = load_evaluation_data(
         data,
         replay.source_tokenizer,
@@ -148,7 +161,7 @@ def evaluate_mapper(
         "max_length": max_length,
         "limit": limit,
         "sink_tokens": replay.sink_tokens,
-        "tail_tokens": 1,
+        "tail_tokens": tail_tokens,
         "false_alarm_rate": false_alarm_rate,
         "probe_documents": probe_documents,
         "corrupted_documents": corrupted_documents,

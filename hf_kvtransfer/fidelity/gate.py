@@ -112,6 +112,7 @@ class FidelityGate:
         source_tokenizer: PreTrainedTokenizerBase | None = None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
         sink_tokens: int | None = None,
+        tail_tokens: int | None = None,
         target_cache: Cache | None = None,
     ) -> Verdict:
         """
@@ -131,6 +132,9 @@ class FidelityGate:
             sink_tokens (`int`, *optional*):
                 First tokens that the target is to read itself, by default as in the mapper's fit. Not fewer than when
                 it was measured.
+            tail_tokens (`int`, *optional*):
+                Last tokens of the context that the target is to read itself, by default as many as when it was
+                measured. Not fewer.
             target_cache (`Cache`, *optional*):
                 What the target's tokens will be stored in, by default the cache that `generate` makes for it.
 
@@ -146,10 +150,13 @@ class FidelityGate:
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
-        used = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
-        measured = report.settings.get("sink_tokens", used)
-        if used < measured:
-            reasons.append(f"the target is to read {used} first tokens itself, it read {measured} when measured")
+        first = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
+        # The one that the next token is predicted from is no part of what is translated, whoever holds it back.
+        last = None if tail_tokens is None else max(tail_tokens, 1)
+        for which, used, name in (("first", first, "sink_tokens"), ("last", last, "tail_tokens")):
+            measured = report.settings.get(name, used)
+            if used is not None and used < measured:
+                reasons.append(f"the target is to read {used} {which} tokens itself, it read {measured} when measured")
         if isinstance(source, SourceKV):
             reasons += self._compare("source", report.source, source.identity, source.cache_policy)
         elif source is not None:

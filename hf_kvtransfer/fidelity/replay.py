@@ -35,8 +35,8 @@ class Replay:
     """
     Scores passages in all arms: on the same positions, through the same code, on caches that differ in origin.
 
-    Every arm has the context in a cache, except for its last tokens: those that the translation holds back, at least
-    one. The target reads these and the continuation in one forward pass. The arms are
+    Every arm has the context in a cache, except for its last tokens, those that the translation holds back. The target
+    reads these and the continuation in one forward pass. The arms are
 
     - `native`: the target's own prefill.
     - `translated`: what the mapper makes of the source's cache.
@@ -58,12 +58,14 @@ class Replay:
             Their tokenizers. One is enough if they share it, none for token ids of one vocabulary.
         sink_tokens (`int`, *optional*):
             First tokens that the target reads itself, by default as in the mapper's fit.
+        tail_tokens (`int`, *optional*, defaults to 1):
+            Last tokens of a context that it reads itself, of a shorter one all but the first.
         seed (`int`, *optional*, defaults to 0):
             Of the random map.
 
     Raises:
         `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
-        `ValueError`: a model is in training mode.
+        `ValueError`: a model is in training mode, or `tail_tokens` is below 1.
     """
 
     def __init__(
@@ -75,8 +77,11 @@ class Replay:
         target_tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         sink_tokens: int | None = None,
+        tail_tokens: int = 1,
         seed: int = 0,
     ):
+        if tail_tokens < 1:
+            raise ValueError(f"`tail_tokens` must be at least 1, to predict the next one from, got {tail_tokens}.")
         for side, model in (("source", source), ("target", target)):
             if model.training:
                 raise ValueError(
@@ -86,7 +91,7 @@ class Replay:
         self.source_tokenizer = source_tokenizer or target_tokenizer
         self.target_tokenizer = target_tokenizer or source_tokenizer
         self.sink_tokens = mapper.config.sink_tokens if sink_tokens is None else sink_tokens
-        self.seed = seed
+        self.tail_tokens, self.seed = tail_tokens, seed
         # Before anything is read: a source that has read nothing is enough to see whether the pair fits.
         nothing = torch.zeros(1, 0, dtype=torch.long)
         identity = ModelIdentity.from_model(source, self.source_tokenizer)
@@ -127,6 +132,7 @@ class Replay:
             target_tokenizer=self.target_tokenizer,
             input_ids=torch.tensor([passage.target_ids]),
             sink_tokens=self.sink_tokens,
+            tail_tokens=max(1, min(self.tail_tokens, len(passage.target_ids) - 1)),
         )
 
     def score(

@@ -108,11 +108,12 @@ def test_the_report_says_what_was_measured(pair, rows, report, tmp_path):
 
 
 def test_arguments_reach_the_measurement(pair, rows):
-    report = evaluate_mapper(*pair, rows, **SHORT | {"continuation_tokens": 5}, limit=3, sink_tokens=2, seed=1)
+    settings = SHORT | {"continuation_tokens": 5, "limit": 3, "sink_tokens": 2, "tail_tokens": 4, "seed": 1}
+    report = evaluate_mapper(*pair, rows, **settings)
     assert report.figures["positions"] == 3 * 5
-    assert (report.settings["sink_tokens"], report.settings["limit"]) == (2, 3)
+    assert settings.items() <= report.settings.items()
     (first, *_), target = report.results, pair[2]
-    read, continuation = rows[0][:2] + rows[0][CONTEXT - 1 : CONTEXT], rows[0][CONTEXT : CONTEXT + 5]
+    read, continuation = rows[0][:2] + rows[0][CONTEXT - 4 : CONTEXT], rows[0][CONTEXT : CONTEXT + 5]
     assert first.arms["no_context"].loss == pytest.approx(loss(log_probs(target, read, continuation), continuation))
 
 

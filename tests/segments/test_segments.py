@@ -243,7 +243,7 @@ def test_a_translation_that_fails_is_read_by_the_target(model, monkeypatch):
 def test_a_probe_reads_the_end_of_the_last_segment_on_top_of_the_others(model):
     ids = random_ids(model, 1, 90)
     segments = segments_of(SourceKV.prefill(model, None, ids), identity_mapper(model), [(0, 20), (27, 80)])
-    admission = Admission(FidelityGate(strict=False), model, None, None, None)
+    admission = Admission(FidelityGate(strict=False), model, None, None, None, None)
     translation = SegmentBinding(model, None, ids, None, 89, None, 0).bind(segments, admission, None, raises=True)
     (reading,), cache = read_tail(translation.segments[-1], 16, translation)
     logits = read_into_cache(model, DynamicCache(config=model.config), ids[:, :80], num_logits=17)
