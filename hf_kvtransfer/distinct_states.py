@@ -10,53 +10,59 @@ from .native_states import read_first_layers
 from .rotary import Rotary
 
 
-# Of all tokens, above which it does not pay to look up what the distinct ones give.
-MAX_DISTINCT = 2 / 3
 # Tokens that are read a second time, at another position and behind another token, to see that it makes no difference.
 _CHECKED = 8
 _TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DistinctStates:
     """
     What a model computes of a context's distinct tokens before its first attention. Made by [`read_distinct`].
 
     Args:
         index (`torch.LongTensor`):
-            `[batch, tokens]`, the row of each token.
-        key_states (`torch.Tensor`), value_states (`torch.Tensor`):
-            Position-free keys, and values, of layer 0, `[heads, rows, head_dim]`.
+            `[batch, tokens]`, the row of each token. Rows are in the order in which the tokens last occur, from the
+            end of the context: what stands in its last columns is in the first rows.
         hidden_states (`torch.Tensor`):
             `[rows, hidden_size]`, what the attention of layer 0 is called with.
+        key_states (`torch.Tensor`, *optional*), value_states (`torch.Tensor`, *optional*):
+            Position-free keys, and values, of layer 0, `[heads, rows, head_dim]`; until they are asked for, which
+            mostly happens once.
     """
 
     index: torch.Tensor
-    key_states: torch.Tensor
-    value_states: torch.Tensor
     hidden_states: torch.Tensor
+    key_states: torch.Tensor | None
+    value_states: torch.Tensor | None
 
     def keys_and_values(
-        self, start: int, stop: int, model: PreTrainedModel, position_ids: torch.Tensor
+        self, start: int, stop: int, model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Keys at their positions, and values, of a range of tokens.
+        Keys at their positions, and values, of a range of tokens. The second time the model reads them again.
 
         Args:
             start (`int`), stop (`int`):
                 Range of the context's tokens.
             model (`PreTrainedModel`):
                 That which has read them.
-            position_ids (`torch.LongTensor`):
-                `[batch, stop - start]`.
+            input_ids (`torch.LongTensor`), position_ids (`torch.LongTensor`):
+                Of the context, `[batch, tokens]`.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: New tensors `[batch, heads, stop - start, head_dim]`.
         """
-        rows = self.index[:, start:stop].to(self.key_states.device)
+        position_ids = position_ids[:, start:stop]
+        held, self.key_states, self.value_states = (self.key_states, self.value_states), None, None
+        if held[0] is None or held[1] is None:
+            ids = input_ids[:, start:stop]
+            layer: Any = read_first_layers(model, ids, position_ids=position_ids, num_layers=0).keys_and_values[0]
+            return layer
+        rows = self.index[:, start:stop].to(held[0].device)
         keys, values = (
             states.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
-            for states in (self.key_states, self.value_states)
+            for states in (held[0], held[1])
         )
         return Rotary.from_model(model).at(position_ids).apply(keys, 0, out=keys), values
 
@@ -77,13 +83,11 @@ def read_distinct(model: PreTrainedModel, input_ids: torch.Tensor) -> DistinctSt
         `DistinctStates`, *optional*: `None` if tokens hardly repeat, if their states do not follow from their ids, or
         in dtypes in which keys would not come out as exact as the model's own.
     """
-    distinct, index = input_ids.unique(return_inverse=True)
+    distinct, index = _from_the_last(input_ids)
     again = distinct[:_CHECKED].flip(0)
     count = len(distinct)
     # No longer than the context: a longer one might be longer than the model's positions.
-    if count > MAX_DISTINCT * input_ids.numel() or count + len(again) > input_ids.shape[1]:
-        return None
-    if model.dtype != torch.float32:
+    if count + len(again) > input_ids.shape[1] or model.dtype != torch.float32:
         return None
     read = read_first_layers(model, torch.cat([distinct, again])[None], num_layers=0)
     layer: Any = read.keys_and_values[0]
@@ -92,7 +96,17 @@ def read_distinct(model: PreTrainedModel, input_ids: torch.Tensor) -> DistinctSt
     for states in (keys[0], values[0], hidden_states):  # [..., rows, features]
         if not _same(states[:, count:].flip(1), states[:, : len(again)]):
             return None
-    return DistinctStates(index, keys[0, :, :count], values[0, :, :count], hidden_states[0, :count])
+    return DistinctStates(index, hidden_states[0, :count], keys[0, :, :count], values[0, :, :count])
+
+
+def _from_the_last(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct ids in the order in which they last occur, from the end, and the place of each token's id there."""
+    distinct, index = input_ids.unique(return_inverse=True)
+    columns = torch.arange(input_ids.shape[1]).expand_as(index)
+    last = columns.new_zeros(len(distinct)).scatter_reduce_(0, index.flatten(), columns.flatten(), "amax")
+    order = last.argsort(descending=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    return distinct[order], place[index]
 
 
 def _same(states: torch.Tensor, others: torch.Tensor) -> bool:

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import input_device, read_into_cache, unwrap
-from .distinct_states import MAX_DISTINCT, DistinctStates, read_distinct
+from .distinct_states import DistinctStates, read_distinct
+from .maps.linear import MAX_DISTINCT
 from .native_states import NativeStates, read_first_layers
 from .offloading import unchanged_offloading
 
@@ -68,15 +69,31 @@ class TargetTokens:
                 As in [`TargetTokens.native_states`].
             layer_idx (`int`):
                 The layer, at most `num_layers`.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Tensors of the caller's own.
         """
         states = self.native_states(num_layers)
         if isinstance(states, DistinctStates):
-            return states.keys_and_values(start, stop, self.target, self.position_ids[:, start:stop])
+            with self._reading:
+                return states.keys_and_values(start, stop, self.target, self.input_ids, self.position_ids)
         layer: Any = states.keys_and_values[layer_idx]
-        return layer[0][:, :, start:stop], layer[1][:, :, start:stop]
+        return layer[0][:, :, start:stop].clone(), layer[1][:, :, start:stop].clone()
+
+    def num_held(self, num_layers: int | None) -> int:
+        """Numbers that are held of what the first layers make of the context; they run if they have not yet."""
+        if num_layers is None:
+            return 0
+        states = self.native_states(num_layers)
+        held = states.hidden_states.numel()
+        if isinstance(states, NativeStates):
+            held += sum(part.numel() for layer in states.keys_and_values if layer is not None for part in layer)
+        return held
 
     @torch.no_grad()
-    def features(self, start: int, stop: int, num_layers: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def features(
+        self, start: int, stop: int, num_layers: int | None, room: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         What layer maps read of a range of tokens: hidden states behind the first layers, or else embeddings.
 
@@ -88,21 +105,19 @@ class TargetTokens:
                 Range of the context's tokens.
             num_layers (`int`, *optional*):
                 As in [`TargetTokens.native_states`]; `None` for embeddings.
+            room (`int`):
+                Numbers that may be copied of states that are held.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor | None]`: The distinct states, `[rows, hidden_size]`, and the row of
-            each token, `[batch, stop - start]`; or those of all tokens, `[batch, stop - start, hidden_size]`, and
-            `None`.
+            `tuple[torch.Tensor, torch.Tensor | None]`: States, `[rows, hidden_size]`, and the row of each token,
+            `[batch, stop - start]`; or those of all tokens, `[batch, stop - start, hidden_size]`, and `None`.
         """
         native = None if num_layers is None else self.native_states(num_layers)
-        # Rows of the distinct tokens stand for their ids.
-        ids = native.index if isinstance(native, DistinctStates) else self.input_ids
-        ids = ids[:, start:stop]
+        if isinstance(native, DistinctStates):
+            return self._rows(native, start, stop, room)
+        ids = self.input_ids[:, start:stop]
         distinct, index = ids.unique(return_inverse=True)
         repeats = len(distinct) <= MAX_DISTINCT * ids.numel()
-        if isinstance(native, DistinctStates):
-            rows = (distinct if repeats else ids).to(native.hidden_states.device)
-            return native.hidden_states[rows], index if repeats else None
         if native is not None:
             states = native.hidden_states
             if not repeats or not self._follow_ids(states, num_layers):
@@ -112,6 +127,15 @@ class TargetTokens:
         if self._is_offloaded:
             return self._held_embeddings()[:, start:stop], None
         return (self._embed(distinct[None])[0], index) if repeats else (self._embed(ids), None)
+
+    def _rows(self, native: DistinctStates, start: int, stop: int, room: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As [`TargetTokens.features`]. At the end of the context the first rows are those that occur, in a view."""
+        index, states = native.index[:, start:stop], native.hidden_states
+        if stop < self.input_ids.shape[1]:
+            distinct, rows = index.unique(return_inverse=True)
+            if len(distinct) <= MAX_DISTINCT * index.numel() and len(distinct) * states.shape[1] <= room:
+                return states.index_select(0, distinct.to(states.device)), rows
+        return states[: int(index.max()) + 1], index
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.target.get_input_embeddings()(input_ids.to(input_device(self.target)))

@@ -231,8 +231,7 @@ class Translation:
         if native_layers is not None and layer_idx <= native_layers and start < stop:
             self._check_native_layers(native_layers)
             native = self._target_tokens.keys_and_values(start, stop, native_layers, layer_idx)
-            # Copies: a layer of the cache is not to keep the whole context, nor to write into what others are given.
-            keys, values = (states.to(device, dtype, copy=True) for states in native)
+            keys, values = (states.to(device, dtype) for states in native)
         else:
             keys, values = self._translate(layer_idx, start, stop, device, dtype)
         self.layer_seconds[layer_idx] = self.layer_seconds.get(layer_idx, 0.0) + time.perf_counter() - began
@@ -249,13 +248,9 @@ class Translation:
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
         layer_map = self.mapper.layer_on(layer_idx, device, dtype)
-        size = self._block_size(layer_map, layer, device, dtype)
-        for begin in range(mapped, stop, size):
-            end = min(begin + size, stop)
-            block = self._block(begin, end, device, dtype)
-            key_states, value_states = layer.split_heads(self._map(layer_map, block, device, dtype))
-            block.tables.apply(key_states, layer_idx, out=keys[:, :, begin - start : end - start])
-            values[:, :, begin - start : end - start] = value_states
+        for begin, end, room in self._ranges(layer_map, layer, mapped, stop, device, dtype):
+            block, columns = self._block(begin, end, room, device, dtype), slice(begin - start, end - start)
+            self._map_block(layer_map, layer_idx, block, keys[:, :, columns], values[:, :, columns])
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
             if begin < end:
@@ -310,15 +305,39 @@ class Translation:
             alignments.append(alignment)
         return rows, alignments
 
-    def _block_size(self, layer_map: Any, layer: LayerGeometry, device: torch.device, dtype: torch.dtype) -> int:
-        """Tokens to map at a time, so that what a map makes of them is no larger than a layer."""
+    def _ranges(
+        self, layer_map: Any, layer: LayerGeometry, start: int, stop: int, device: torch.device, dtype: torch.dtype
+    ) -> list[tuple[int, int, int]]:
+        """
+        Tokens to map at a time, so that all that is there beside the cache is no larger than two layers: ranges, and
+        how many numbers more there may be.
+        """
+        if start >= stop:
+            return []
+        config = self.mapper.config
+        largest = self._largest_layer() * self.batch_size
+        room = 2 * largest - largest // 8  # for all that is small: ids, indices, masks
+        # What a map makes of a token, once more at the target's token, and the cos and sin of its position.
+        width = getattr(layer_map, "workspace", 2 * sum(layer.widths)) + layer.key_head_dim
+        if config.token_features:
+            if config.native_layers is None:
+                width += config.token_features
+            else:
+                self._check_native_layers(config.native_layers)
+                room -= self._target_tokens.num_held(config.native_layers)
         features = [self.source_kv.features[i] for i in layer_map.source_layers]
         # Of another device or dtype they are copied first; else maps read them where they are.
-        width = sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
-        width += 2 * sum(layer.widths)
-        return max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, self._largest_layer() // width)))
+        width += sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
+        width *= self.batch_size
+        # Beside hidden states that are as wide as several layers nothing is small, and blocks only become slow.
+        size = max(room, largest) // width
+        size = max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, size)))
+        size = -(-(stop - start) // -(-(stop - start) // size))
+        ranges = [(begin, min(begin + size, stop), room - width * size) for begin in range(start, stop, size)]
+        # The block that is held comes first.
+        return ranges[::-1] if any(key[:2] == ranges[-1][:2] for key in list(self._last_block)) else ranges
 
-    def _block(self, start: int, stop: int, device: torch.device, dtype: torch.dtype) -> Block:
+    def _block(self, start: int, stop: int, room: int, device: torch.device, dtype: torch.dtype) -> Block:
         """What depends on the tokens alone. The last one is held: the next layer mostly asks for the same."""
         config = self.mapper.config
         tensors = self.source_index, self.key_positions  # which a changed copy of the translation may have exchanged
@@ -334,9 +353,7 @@ class Translation:
             index = (index - first).to(device)
         token_features = token_index = None
         if config.token_features:
-            if config.native_layers is not None:
-                self._check_native_layers(config.native_layers)
-            token_features, token_index = self._target_tokens.features(start, stop, config.native_layers)
+            token_features, token_index = self._target_tokens.features(start, stop, config.native_layers, room)
             token_features = token_features.to(device, dtype)
             token_index = None if token_index is None else token_index.to(device)
         tables = self._rotary.at(self.key_positions[:, start:stop])
@@ -354,9 +371,18 @@ class Translation:
         return max(sizes)
 
     @torch.no_grad()
-    def _map(self, layer_map: Any, block: Block, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        features = [self.source_kv.features[i][:, block.source].to(device, dtype) for i in layer_map.source_layers]
-        return layer_map(features, block.token_features, block.source_index, block.token_index)
+    def _map_block(
+        self, layer_map: Any, layer_idx: int, block: Block, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write what a map makes of a block to `keys` and `values`; a method, so that nothing of it outlives it."""
+        block.tables.prepare(layer_idx, keys.device)
+        features = [
+            self.source_kv.features[i][:, block.source].to(keys.device, keys.dtype) for i in layer_map.source_layers
+        ]
+        mapped = layer_map(features, block.token_features, block.source_index, block.token_index)
+        key_states, value_states = self.geometry.layers[layer_idx].split_heads(mapped)
+        block.tables.apply(key_states, layer_idx, out=keys)
+        values.copy_(value_states)
 
     def _check_native_layers(self, num_layers: int) -> None:
         # Here and not where it is read: before the first layer is used, the target can still read the context itself.

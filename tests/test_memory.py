@@ -13,7 +13,14 @@ from hf_kvtransfer import FidelityGate, SourceKV
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
-from .tiny_models import identity_mapper, random_ids, random_mapper, tiny_model, ungated_cache
+from .tiny_models import (
+    identity_mapper,
+    random_ids,
+    random_mapper,
+    tiny_model,
+    ungated_cache,
+    with_native_layers,
+)
 
 
 UNGATED = {"gate": FidelityGate(strict=False)}
@@ -65,6 +72,19 @@ def test_no_more_than_two_layers_between_tokenizers(pair, tokenizers):
     temporary, layer, _ = temporary_memory(
         source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], **UNGATED
     )
+    assert temporary <= 2 * layer
+
+
+@pytest.mark.parametrize("distinct", [20, 100])
+@pytest.mark.parametrize("length", [128, 512])
+def test_no_more_than_two_layers_behind_a_native_one(length, distinct):
+    """What is held of the first layer are hidden states of the distinct tokens, and no keys and values."""
+    room = {"max_position_embeddings": 4096}
+    source, target = tiny_model("llama", **room), tiny_model("gemma3", seed=1, sliding_window=4096, **room)
+    mapper = with_native_layers(random_mapper(source, target), 0, 64)
+    source_kv = SourceKV.prefill(source, None, random_ids(source, 1, length) % distinct)
+    temporary_memory(source_kv, mapper, target, **UNGATED)  # what is found out about a model stays
+    temporary, layer, _ = temporary_memory(source_kv, mapper, target, **UNGATED)
     assert temporary <= 2 * layer
 
 

@@ -10,8 +10,11 @@ from .base import LayerMap
 from .storage import dense
 
 
-# Tokens whose products are gathered and added at a time: all of them would be as large as the output.
-_BLOCK = 256
+# Rows of token features, of all tokens, above which it does not pay to multiply each row once and then look it up.
+MAX_DISTINCT = 2 / 3
+# Parts in which what depends on the tokens is looked up: all at once would be as large as the output.
+_PARTS = 4
+_MIN_PART = 64
 
 
 class LinearMap(LayerMap):
@@ -108,11 +111,25 @@ def affine(
         if token_index is None:
             output = _add_product(output, token_features.expand(*output.shape[:-1], -1), block)
         else:
-            products = token_features @ block
-            flat = output.view(*output.shape[:-3], token_index.numel(), -1)
-            for number, rows in enumerate(token_index.flatten().split(_BLOCK)):
-                flat.narrow(-2, number * _BLOCK, len(rows)).add_(products.index_select(-2, rows))
+            _add_looked_up(output.flatten(-3, -2), token_features, block, token_index.flatten())
     return output
+
+
+def _add_looked_up(
+    output: torch.Tensor, token_features: torch.Tensor, block: torch.Tensor, token_index: torch.Tensor
+) -> None:
+    """Add `token_features @ block`, at the row of each token, to `output` `[..., tokens, out_features]`, in place."""
+    repeats = len(token_features) <= MAX_DISTINCT * len(token_index)
+    products = token_features @ block if repeats else None
+    size = max(_MIN_PART, -(-len(token_index) // _PARTS))
+    for number, rows in enumerate(token_index.split(size)):
+        part = output.narrow(-2, number * size, len(rows))
+        if products is not None:
+            part.add_(products.index_select(-2, rows))
+        elif block.dim() == 2:
+            part.addmm_(token_features.index_select(0, rows), block)
+        else:
+            part.add_(token_features.index_select(0, rows) @ block)
 
 
 def _add_product(start: torch.Tensor, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:

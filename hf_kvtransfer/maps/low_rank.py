@@ -46,6 +46,12 @@ class LowRankMap(LayerMap):
         rank = whole_number(spec, "rank", 1)
         return cls(spec["source_layers"], num_inputs(spec, source, token_features), sum(target.widths), rank)
 
+    @property
+    def workspace(self) -> int:
+        """Numbers a token that there are at most on the way: the waist, and at the target's token; or the output."""
+        out_features, rank = self.up.shape
+        return rank + max(rank, out_features)
+
     def forward(
         self,
         source_features: Sequence[torch.Tensor],

@@ -136,6 +136,17 @@ class RotaryTables:
         self.position_ids = position_ids
         self._tables: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def prepare(self, layer_idx: int, device: torch.device) -> None:
+        """
+        Compute cos and sin for a layer's keys, which takes a multiple of their memory, before they are needed, and let
+        go of those for layers that rotate otherwise.
+        """
+        layer = self.rotary.layers[layer_idx]
+        if layer is not None and layer.layout != "none":
+            for key in [key for key in self._tables if key[:2] != (layer.call_idx, layer.columns)]:
+                del self._tables[key]
+            self._table(layer, device, "apply")
+
     @torch.no_grad()
     def remove(self, key_states: torch.Tensor, layer_idx: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Turns keys as cached into keys without a position.
