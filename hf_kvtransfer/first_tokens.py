@@ -62,10 +62,13 @@ def _state(model: PreTrainedModel) -> tuple | None:
     """What is different after a change of the model, `None` if it has parts of which that cannot be said."""
     if hasattr(model, "peft_config") or hasattr(model, "get_base_model"):
         return None
+    tensors: list[torch.Tensor] = []
     for module in model.modules():
         if module.training or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return None
-    tensors = [*model.parameters(), *model.buffers()]
+        # Walking through the modules takes longer than all else, so it is done once.
+        own = (*module._parameters.values(), *module._buffers.values())
+        tensors += [tensor for tensor in own if tensor is not None]
     if any(t.device.type != "cpu" or t.is_inference() or type(t) not in _PLAIN or not t.numel() for t in tensors):
         return None
     # Changes in place leave a trace, but for those through `.data`, which some elements show.
