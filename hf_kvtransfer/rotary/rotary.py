@@ -143,8 +143,9 @@ class RotaryTables:
         """
         layer = self.rotary.layers[layer_idx]
         if layer is not None and layer.layout != "none":
-            for key in [key for key in self._tables if key[:2] != (layer.call_idx, layer.columns)]:
-                del self._tables[key]
+            for key in list(self._tables):
+                if key[:2] != (layer.call_idx, layer.columns):
+                    self._tables.pop(key, None)
             self._table(layer, device, "apply")
 
     @torch.no_grad()
@@ -240,23 +241,25 @@ class RotaryTables:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert layer.call_idx is not None
         key = (layer.call_idx, layer.columns, direction, device)
-        if key not in self._tables:
+        table = self._tables.get(key)  # another thread may let go of it any time
+        if table is None:
             if direction == "transpose":
                 cos, sin = self._table(layer, device, "apply")
-                self._tables[key] = (cos, -sin)
+                table = (cos, -sin)
             elif direction == "remove":
                 cos, sin = self._table(layer, device, "apply")
                 # Turns back, and undoes what yarn and longrope multiply cos and sin with.
                 scale = cos.square().addcmul_(sin, sin)
-                self._tables[key] = (cos / scale, -sin / scale)
+                table = (cos / scale, -sin / scale)
             else:
                 source = (layer.call_idx, layer.columns)
-                if source not in self._tables:
+                made = self._tables.get(source)
+                if made is None:
                     cos, sin = self.rotary.calls[layer.call_idx](self.position_ids)
-                    self._tables[source] = (compact(cos, layer.columns), compact(sin, layer.columns))
-                cos, sin = self._tables[source]
-                self._tables[key] = (cos.to(device), sin.to(device))
-        return self._tables[key]
+                    made = self._tables[source] = (compact(cos, layer.columns), compact(sin, layer.columns))
+                table = (made[0].to(device), made[1].to(device))
+            self._tables[key] = table
+        return table
 
 
 class _Rotation(torch.autograd.Function):
