@@ -134,7 +134,7 @@ class TranslatedCache(RestoringCache):
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
         self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
-        if policy is not None and not self._is_worth_it(policy, source, source_input_ids):
+        if policy is not None and not self._is_worth_it(policy, source, source_input_ids, effort):
             return
         admission = Admission(gate, target, target_tokenizer, sink_tokens, tail_tokens, storage, revision)
 
@@ -283,10 +283,14 @@ class TranslatedCache(RestoringCache):
         self.translated_mask = self.attention_mask.bool()
 
     def _is_worth_it(
-        self, policy: "TransferPolicy", source: SourceKV | Cache, source_input_ids: torch.Tensor | None
+        self,
+        policy: "TransferPolicy",
+        source: SourceKV | Cache,
+        source_input_ids: torch.Tensor | None,
+        effort: float,
     ) -> bool:
         input_ids = cast(torch.Tensor, source.input_ids if isinstance(source, SourceKV) else source_input_ids)
-        decision = policy.decide(input_ids.shape[-1], len(input_ids) if input_ids.dim() == 2 else 1)
+        decision = policy.decide(input_ids.shape[-1], len(input_ids) if input_ids.dim() == 2 else 1, effort)
         if decision.choice == "recompute":
             if self._on_refusal == "raise":
                 raise RefusedError(f"A handoff is not worth it: {decision.reason}.")

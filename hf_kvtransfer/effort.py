@@ -1,12 +1,15 @@
 """`effort`: how much of a translated context the target reads again, between all of it translated and a prefill."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache
 
 from .errors import BatchMismatchError
+from .geometry import KVGeometry
 from .layers import FilledTranslator, LayerTranslator, install
+from .mapper import KVMapper
 from .native_states import read_first_layers
 from .rereading import reread
 from .segments.joined import SegmentedTranslation
@@ -66,7 +69,7 @@ def read_again(
     cache.activate_past_recording()
     own_layers = list(cache.layers)
     install(cache, translator)
-    check_layer = _check_layer(translation)
+    check_layer = find_check_layer(translation.geometry, [segment.mapper for segment in translation.segments])
     native = read_first_layers(translation.target, translation.input_ids, num_layers=check_layer).keys_and_values
     for layer_idx, states in enumerate(native):
         if states is not None:
@@ -80,11 +83,11 @@ def read_again(
     return FilledTranslator(translation, cache), read.scatter(1, positions, True)
 
 
-def _check_layer(translation: Translation | SegmentedTranslation) -> int:
-    """The first layer whose keys and values depend on the context, and are translated."""
-    native = [segment.mapper.config.native_layers for segment in translation.segments]
+def find_check_layer(geometry: KVGeometry, mappers: Sequence[KVMapper]) -> int:
+    """The first layer of a target whose keys and values depend on the context, and are translated."""
+    native = [mapper.config.native_layers for mapper in mappers]
     first = 1 + max((layers for layers in native if layers is not None), default=0)
-    caching = [i for i, layer in enumerate(translation.geometry.layers) if layer is not None]
+    caching = [i for i, layer in enumerate(geometry.layers) if layer is not None]
     return min((i for i in caching if i >= first), default=caching[-1])
 
 

@@ -20,7 +20,7 @@ from .time_model import TimeModel
 
 
 # Changes with what is measured, and how.
-COSTS_FORMAT = "hf-kvtransfer-costs-1"
+COSTS_FORMAT = "hf-kvtransfer-costs-2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,8 @@ class MeasuredCosts:
             Of the target.
         largest_layer_bytes_per_token (`int`):
             Of the target's largest layer: a handoff takes no more than two of them beside the cache.
+        first_layers (`float`):
+            Share of the target's layers with which it reads all of a context to choose what it reads again (`effort`).
     """
 
     prefill: TimeModel
@@ -55,6 +57,16 @@ class MeasuredCosts:
     device: str | None
     cache_bytes_per_token: int
     largest_layer_bytes_per_token: int
+    first_layers: float
+
+    def handoff_with(self, effort: float) -> TimeModel:
+        """
+        What a handoff takes in which the target reads a share of the tokens again, see [`TranslatedCache`]. A token
+        that is read again counts as one of a prefill.
+        """
+        if not effort:
+            return self.handoff
+        return self.handoff + self.prefill.share(min(effort + self.first_layers, 1.0))
 
     def handoff_bytes(self, tokens: int, batch_size: int = 1) -> int:
         """Bytes that a handoff allocates on the target's side."""

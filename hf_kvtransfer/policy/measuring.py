@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..alignment.spans import encode_with_spans
 from ..cache import TranslatedCache
 from ..compat import input_device, read_into_cache
+from ..effort import find_check_layer
 from ..errors import RefusedError
 from ..fidelity.gate import FidelityGate
 from ..first_tokens import HELD
@@ -93,7 +94,8 @@ def measure_costs(
         runs=runs,
     )
     fit = partial(TimeModel.fit, usable)
-    layers = [layer for layer in KVGeometry.from_model(target).layers if layer is not None]
+    geometry = KVGeometry.from_model(target)
+    layers = [layer for layer in geometry.layers if layer is not None]
     costs = MeasuredCosts(
         fit([row["prefill"] for row in medians], quadratic=True),
         fit([row["handoff"] for row in medians], quadratic=False),
@@ -103,6 +105,7 @@ def measure_costs(
         str(input_device(target)) if len(about["target"]["devices"]) == 1 else None,
         target.dtype.itemsize * sum(sum(layer.widths) for layer in layers),
         target.dtype.itemsize * max(sum(layer.widths) for layer in layers),
+        find_check_layer(geometry, [mapper]) / len(geometry.layers),
     )
     costs.save(path, about)
     return costs

@@ -9,12 +9,14 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from ..effort import check_effort
 from ..errors import EvidenceError
 from ..fidelity.report import FidelityReport
 from ..mapper import KVMapper
 from .costs import MeasuredCosts
 from .machine import LoadMeter, free_memory
 from .measuring import measure_costs
+from .time_model import TimeModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Decision:
     Args:
         choice (`str`):
             `"transfer"`, or `"recompute"` if the target is to read the context itself.
-        tokens (`int`), batch_size (`int`):
-            Of the context, and rows.
+        tokens (`int`), batch_size (`int`), effort (`float`):
+            Of the context, rows, and the share of the tokens that the target reads again.
         prefill_seconds (`float`):
             What the target's own prefill would take now.
         handoff_seconds (`float`):
@@ -36,7 +38,7 @@ class Decision:
         saved_seconds (`float`):
             What a handoff is worth: the difference of the first two for everybody who waits, less the third.
         break_even_tokens (`int`, *optional*):
-            From this length on a handoff is worth it. `None` if it never is.
+            From this length on a handoff is worth it. `None` if there is none.
         slowdown (`float`):
             How much slower the machine was than when it was measured.
         reason (`str`):
@@ -46,6 +48,7 @@ class Decision:
     choice: Literal["transfer", "recompute"]
     tokens: int
     batch_size: int
+    effort: float
     prefill_seconds: float
     handoff_seconds: float
     wrong_answer_seconds: float
@@ -148,7 +151,7 @@ class TransferPolicy:
             concurrency=concurrency,
         )
 
-    def decide(self, tokens: int, batch_size: int = 1) -> Decision:
+    def decide(self, tokens: int, batch_size: int = 1, effort: float = 0.0) -> Decision:
         """
         Transfer or re-prefill, at this moment?
 
@@ -157,22 +160,27 @@ class TransferPolicy:
                 Of the context, in each row.
             batch_size (`int`, *optional*, defaults to 1):
                 Number of rows.
+            effort (`float`, *optional*, defaults to 0):
+                Share of the tokens that the target is to read again, see [`TranslatedCache`]. Wrong answers count as
+                without it: the evidence is of translations.
 
         Returns:
             [`Decision`]
 
         Raises:
-            `ValueError`: a number is not positive, or `concurrency` is below 1.
+            `ValueError`: a number is not positive, `concurrency` is below 1, or `effort` is no share.
         """
+        check_effort(effort)
         for name, number in (("tokens", tokens), ("batch_size", batch_size), ("concurrency", self.concurrency)):
             if number < 1:
                 raise ValueError(f"`{name}` must be 1 or more, got {number}.")
         slowdown = 1.0 if self._load is None else self._load.slowdown()
         prefill = slowdown * self.costs.prefill.seconds(tokens, batch_size)
-        handoff = slowdown * self.costs.handoff.seconds(tokens, batch_size) + self.refusal_rate * prefill
+        model = self.costs.handoff_with(effort)
+        handoff = slowdown * model.seconds(tokens, batch_size) + self.refusal_rate * prefill
         wrong = self.error_rate * self.wrong_answer_seconds * batch_size
         saved = self.concurrency * (prefill - handoff) - wrong
-        break_even = self._break_even(batch_size, slowdown, wrong)
+        break_even = self._break_even(model, batch_size, slowdown, wrong)
         needed = self.concurrency * self.costs.handoff_bytes(tokens, batch_size)
         free = None if self._device is None else free_memory(self._device)
         estimate = f"{tokens:,} tokens take {prefill:.2f} s to read and {handoff:.2f} s to hand over"
@@ -186,14 +194,18 @@ class TransferPolicy:
             )
         elif break_even is not None:
             estimate += f"; worth it from {break_even:,} tokens on"
-        return Decision(choice, tokens, batch_size, prefill, handoff, wrong, saved, break_even, slowdown, estimate)
+        return Decision(
+            choice, tokens, batch_size, effort, prefill, handoff, wrong, saved, break_even, slowdown, estimate
+        )
 
-    def _break_even(self, batch_size: int, slowdown: float, wrong: float) -> int | None:
+    def _break_even(self, handoff: TimeModel, batch_size: int, slowdown: float, wrong: float) -> int | None:
         """The least length from which on `saved_seconds` is positive."""
-        prefill, handoff, kept = self.costs.prefill, self.costs.handoff, 1 - self.refusal_rate
-        square = batch_size * kept * prefill.per_token_squared
+        prefill, kept = self.costs.prefill, 1 - self.refusal_rate
+        square = batch_size * (kept * prefill.per_token_squared - handoff.per_token_squared)
         linear = batch_size * (kept * prefill.per_token - handoff.per_token)
         constant = kept * prefill.constant - handoff.constant - wrong / (self.concurrency * slowdown)
+        if square < 0:
+            return None
         if square == 0 and linear <= 0:
             return 1 if linear == 0 and constant > 0 else None
         if square == 0:

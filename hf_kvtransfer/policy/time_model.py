@@ -70,3 +70,15 @@ class TimeModel:
                 Number of rows.
         """
         return self.constant + batch_size * (self.per_token * tokens + self.per_token_squared * tokens**2)
+
+    def __add__(self, other: "TimeModel") -> "TimeModel":
+        """One after the other."""
+        return TimeModel(
+            self.constant + other.constant,
+            self.per_token + other.per_token,
+            self.per_token_squared + other.per_token_squared,
+        )
+
+    def share(self, share: float) -> "TimeModel":
+        """A share of what tokens add; the constant is for the weights, which are read for few tokens as for many."""
+        return TimeModel(self.constant, share * self.per_token, share * self.per_token_squared)

@@ -34,6 +34,12 @@ def test_long_context_is_translated(llama):
     assert cache.report.translated_tokens > 0
 
 
+def test_tokens_that_are_read_again_count(llama):
+    source_kv = SourceKV.prefill(llama, None, random_ids(llama, 1, BREAK_EVEN))
+    with pytest.raises(RefusedError, match="A handoff is not worth it"):
+        ungated_cache(source_kv, identity_mapper(llama), llama, policy=POLICY, effort=0.15)
+
+
 def test_rows_share_what_a_handoff_takes_anyway(llama):
     ids = random_ids(llama, 2, BREAK_EVEN - 1)
     cache = ungated_cache(SourceKV.prefill(llama, None, ids), identity_mapper(llama), llama, policy=POLICY)

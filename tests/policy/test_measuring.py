@@ -36,6 +36,7 @@ def test_measures_both_at_each_length(llama, count):
     assert costs.device == "cpu"
     # 4 layers of 2 heads, keys and values of 16 floats.
     assert costs.cache_bytes_per_token == 4 * 2 * 2 * 16 * 4
+    assert costs.first_layers == 1 / 4
     assert costs.handoff_bytes(10, 2) == 20 * (costs.cache_bytes_per_token + 2 * 2 * 2 * 16 * 4)
 
 

@@ -19,6 +19,7 @@ COSTS = MeasuredCosts(
     device=None,
     cache_bytes_per_token=1000,
     largest_layer_bytes_per_token=100,
+    first_layers=0.05,
 )
 ON_CPU = dataclasses.replace(COSTS, device="cpu")
 
@@ -41,15 +42,15 @@ def steady(monkeypatch):
         {"error_rate": 0.1, "wrong_answer_seconds": 20.0, "concurrency": 4, "refusal_rate": 0.05},
     ],
 )
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_break_even_is_where_the_choice_turns(options, batch_size):
+@pytest.mark.parametrize(("batch_size", "effort"), [(1, 0.0), (3, 0.0), (1, 0.2)])
+def test_break_even_is_where_the_choice_turns(options, batch_size, effort):
     chooser = TransferPolicy(COSTS, **options)
-    break_even = chooser.decide(100, batch_size).break_even_tokens
+    break_even = chooser.decide(100, batch_size, effort).break_even_tokens
     assert break_even > 1
-    before, there = (chooser.decide(n, batch_size) for n in (break_even - 1, break_even))
+    before, there = (chooser.decide(n, batch_size, effort) for n in (break_even - 1, break_even))
     assert (before.choice, there.choice) == ("recompute", "transfer")
     assert before.saved_seconds <= 0 < there.saved_seconds
-    assert all(chooser.decide(n, batch_size).choice == "transfer" for n in (2 * break_even, 100_000))
+    assert all(chooser.decide(n, batch_size, effort).choice == "transfer" for n in (2 * break_even, 100_000))
 
 
 def test_estimates_are_those_of_the_costs():
@@ -58,6 +59,22 @@ def test_estimates_are_those_of_the_costs():
     assert decision.handoff_seconds == pytest.approx(0.6 + 2 * 0.2 + 0.1 * decision.prefill_seconds)
     assert decision.wrong_answer_seconds == pytest.approx(2 * 0.2 * 3)
     assert f"worth it from {decision.break_even_tokens:,} tokens on" in str(decision)
+
+
+def test_what_is_read_again_counts():
+    chooser = TransferPolicy(COSTS)
+    decision = chooser.decide(1000, 2, effort=0.15)
+    # A fifth of the prefill's tokens, with those of the first layers, and the weights once more.
+    assert decision.handoff_seconds == pytest.approx(0.6 + 2 * 0.2 + 0.1 + 2 * 0.2 * (3 + 0.5))
+    assert decision.effort == 0.15 and decision.prefill_seconds == chooser.decide(1000, 2).prefill_seconds
+    needed = [chooser.decide(1000, effort=effort).break_even_tokens for effort in (0.0, 0.15, 0.5)]
+    assert needed == sorted(set(needed))
+    # With all of it a handoff is a prefill, and whatever was translated before.
+    for effort in (0.95, 1.0):
+        decision = chooser.decide(10**6, effort=effort)
+        assert (decision.choice, decision.break_even_tokens) == ("recompute", None)
+    with pytest.raises(ValueError, match="`effort` must be between 0"):
+        chooser.decide(1000, effort=1.1)
 
 
 def test_wrong_answers_cost_and_waiting_requests_gain():
