@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from .errors import BatchMismatchError
@@ -11,9 +12,16 @@ from .geometry import KVGeometry
 from .layers import FilledTranslator, LayerTranslator, install
 from .mapper import KVMapper
 from .native_states import read_first_layers
+from .question_attention import question_attention
 from .rereading import reread
 from .segments.joined import SegmentedTranslation
 from .translation import Translation
+
+
+# Tokens before one that is attended to ("Ilse Maren lives in" before a town), each with half the score of the next.
+_NUM_BEFORE = 6
+# A token that deviates by less than this share of the mean is right: rounding in bfloat16 stays below.
+_RIGHT = 1e-3
 
 
 def check_effort(effort: float) -> None:
@@ -28,11 +36,16 @@ def read_again(
     translation: Translation | SegmentedTranslation, translator: LayerTranslator, effort: float, last: int = 0
 ) -> tuple[LayerTranslator, torch.Tensor]:
     """
-    Let the target read the tokens again of which its own keys and values differ most from the translated ones.
+    Let the target read some of the tokens again: those that what follows attends to, or that are worst translated.
 
     It reads all of the context with its first layers only, up to the first one that is translated and stands behind an
     attention. What it makes of the tokens there says which of them are far from what a prefill gives, and stays in
     place of the translation in these layers. The chosen tokens then go through all layers.
+
+    Where the prompt is known to go on behind the context, its end is read on top of the translation, and the tokens
+    are chosen that the last one attends to, with a few before each of them, in which its meaning has come about. Those
+    that the first layers find right already are passed over: in chunks at new positions, the first chunk. Where no
+    question is known, or attention cannot be listened to, those are chosen that the first layers find furthest off.
 
     Args:
         translation ([`Translation`] or [`SegmentedTranslation`]):
@@ -76,11 +89,21 @@ def read_again(
             own_layers[layer_idx].update(*states)
             cache.layers[layer_idx] = own_layers[layer_idx]
     scores = _deviations(translator, check_layer, native[check_layer])
+    asked_for = question_attention(translation.target, cache, translation.prompt_ids)
+    if asked_for is not None:
+        right = scores <= _RIGHT * scores.mean(1, keepdim=True)
+        scores = _with_those_before(asked_for.masked_fill(right, 0.0)) - right.float()
     scores[:, :first] = -torch.inf
     scores[:, length - last :] = torch.inf
     positions = scores.topk(max(chosen, last), dim=1).indices.sort().values
     reread(translation.target, cache, translation.input_ids, positions)
     return FilledTranslator(translation, cache), read.scatter(1, positions, True)
+
+
+def _with_those_before(scores: torch.Tensor) -> torch.Tensor:
+    """For each token its score, or a share of one close behind it, `[batch, length]`."""
+    left = [pad(scores[:, i:], (0, i)) / 2**i for i in range(_NUM_BEFORE + 1)]
+    return torch.stack(left).amax(0)
 
 
 def find_check_layer(geometry: KVGeometry, mappers: Sequence[KVMapper]) -> int:

@@ -44,7 +44,7 @@ def reread(target: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, posit
     """
     if not positions.numel():
         return
-    _check_heeds_masks(target)
+    check_heeds_masks(target)
     _read(target, cache, input_ids, positions)
 
 
@@ -53,7 +53,7 @@ def _read(target: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, positi
         target,
         _InPlaceCache(cache, positions),
         input_ids.gather(1, positions),
-        attention_mask=_masks(target, positions, input_ids.shape[1]),
+        attention_mask=attention_masks(target, positions, torch.arange(input_ids.shape[1])),
         position_ids=positions,
     )
 
@@ -76,17 +76,33 @@ class _InPlaceCache(DynamicCache):
         return layer.keys, layer.values
 
 
-def _masks(
-    target: PreTrainedModel, positions: torch.Tensor, num_tokens: int
+def attention_masks(
+    target: PreTrainedModel, positions: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Which token attends to which, to be added to their scores: one mask, or one for each type of layer."""
+    """
+    Which token attends to which, to be added to their scores.
+
+    Args:
+        target (`PreTrainedModel`):
+            The model that reads.
+        positions (`torch.LongTensor`):
+            Of the tokens that it reads, `[batch, queries]`.
+        keys (`torch.LongTensor`):
+            Positions of what they can attend to, `[keys]`.
+
+    Returns:
+        `torch.Tensor` or `dict`: One mask `[batch, 1, queries, keys]`, or one for each type of layer.
+
+    Raises:
+        `UnsupportedModelError`: the model's config does not tell how far its layers attend.
+    """
     geometry = KVGeometry.from_model(target)
     windows = [None if layer is None else layer.sliding_window for layer in geometry.layers]
     types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     if types is None or len(set(types)) == 1:
         own = {window for window, layer in zip(windows, geometry.layers, strict=True) if layer is not None}
         if len(own) == 1:
-            return _mask(target, positions, num_tokens, own.pop())
+            return _mask(target, positions, keys, own.pop())
     by_type: dict[str, set[int | None]] = {}
     for layer_type, window, layer in zip(types or (), windows, geometry.layers, strict=False):
         if layer is not None:
@@ -96,18 +112,23 @@ def _masks(
             f"{type(unwrap(target)).__name__} does not say which of its layers attend how far (`layer_types` of its "
             f"config is {types}), so that no token can be read again by itself. Leave `effort` at 0."
         )
-    return {name: _mask(target, positions, num_tokens, own.pop()) for name, own in by_type.items()}
+    return {name: _mask(target, positions, keys, own.pop()) for name, own in by_type.items()}
 
 
-def _mask(target: PreTrainedModel, positions: torch.Tensor, num_tokens: int, window: int | None) -> torch.Tensor:
-    behind = positions[:, :, None] - torch.arange(num_tokens)  # [batch, reread, tokens]
+def _mask(target: PreTrainedModel, positions: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    behind = positions[:, :, None] - keys  # [batch, queries, keys]
     hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
     mask = torch.zeros(hidden.shape, dtype=target.dtype).masked_fill(hidden, torch.finfo(target.dtype).min)
     return mask[:, None].to(input_device(target))
 
 
-def _check_heeds_masks(target: PreTrainedModel) -> None:
-    """Read a few tokens again: a model that attends to others than those it is to attend to makes something else."""
+def check_heeds_masks(target: PreTrainedModel) -> None:
+    """
+    Read a few tokens again: a model that attends to others than those it is to attend to makes something else.
+
+    Raises:
+        `UnsupportedModelError`: it does, or its attention takes no mask of each token's own.
+    """
     model = unwrap(target)
     if model in _HEED_MASKS:
         return

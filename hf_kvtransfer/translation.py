@@ -105,6 +105,7 @@ class Translation:
             )
         known = max(min(ends), 0)
         self.length = max(known - tail_tokens, 0)
+        self.prompt_ids = all_ids
         # The prompt as far as every row's source has read it: the cache's tokens, and those that are held back.
         self.known_ids = all_ids[:, :known]
         self.input_ids, self.attention_mask = all_ids[:, : self.length], mask[:, : self.length]

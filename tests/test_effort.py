@@ -40,14 +40,14 @@ def assert_wrong(model, ids, cache):
     assert (logits[0] - native[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("native_layers", [None, 1])
-def test_the_tokens_that_are_wrong_are_read_again(model, native_layers):
-    ids, wrong = random_ids(model, 2, LENGTH), [(11, 21), (38, 48)]
-    source_kv, mapper = spoilt(model, ids, *wrong), identity_mapper(model)
+@pytest.mark.parametrize(("native_layers", "question"), [(None, 0), (None, 9), (1, 0)])
+def test_the_tokens_that_are_wrong_are_read_again(model, native_layers, question):
+    ids, wrong = random_ids(model, 2, LENGTH + question), [(11, 21), (38, 48)]
+    source_kv, mapper = spoilt(model, ids[:, :LENGTH], *wrong), identity_mapper(model)
     mapper = mapper if native_layers is None else with_native_layers(mapper, native_layers)
-    assert_wrong(model, ids, ungated_cache(source_kv, mapper, model))
-    assert_wrong(model, ids, ungated_cache(source_kv, mapper, model, effort=5 / TRANSLATED))
-    cache = ungated_cache(source_kv, mapper, model, effort=10 / TRANSLATED)
+    assert_wrong(model, ids, ungated_cache(source_kv, mapper, model, input_ids=ids))
+    assert_wrong(model, ids, ungated_cache(source_kv, mapper, model, input_ids=ids, effort=5 / TRANSLATED))
+    cache = ungated_cache(source_kv, mapper, model, input_ids=ids, effort=10 / TRANSLATED)
     expected = torch.ones(2, LENGTH - 1, dtype=torch.bool)
     expected[:, :4] = False
     for row, (start, stop) in enumerate(wrong):
@@ -56,6 +56,23 @@ def test_the_tokens_that_are_wrong_are_read_again(model, native_layers):
     report = cache.report
     assert (report.translated_tokens, report.native_tokens) == (2 * (TRANSLATED - 10), 2 * 14)
     assert_native(model, ids, cache)
+
+
+def test_what_a_question_attends_to_is_read_again(model):
+    """All is wrong, and one token is much attended to, since its keys are long."""
+    ids = random_ids(model, 1, LENGTH + 9)
+    source_kv, attended = spoilt(model, ids[:, :LENGTH], (4, LENGTH)), 56
+    for states in source_kv.features:
+        states[:, attended] *= 30
+    caches = [
+        ungated_cache(source_kv, identity_mapper(model), model, input_ids=prompt, effort=2 / TRANSLATED)
+        for prompt in (ids, ids[:, : LENGTH + 2], ids[:, :LENGTH])
+    ]
+    asked, *others = [(~cache.translated_mask[0, 4:]).nonzero().flatten() + 4 for cache in caches]
+    # With what stands before it, of which it is made.
+    assert asked.tolist() == [attended - 1, attended]
+    # Three tokens are no question: what is furthest off is read, wherever it stands.
+    assert torch.equal(*others) and attended in others[0] and not torch.equal(others[0], asked)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

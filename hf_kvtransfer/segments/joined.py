@@ -73,6 +73,11 @@ class SegmentedTranslation:
         return len(self.prompt.input_ids)
 
     @property
+    def prompt_ids(self) -> torch.Tensor:
+        """All of the prompt, `[batch, tokens]`."""
+        return self.prompt.input_ids
+
+    @property
     def input_ids(self) -> torch.Tensor:
         """`[batch, length]`."""
         return self.prompt.input_ids[:, : self.length]
