@@ -10,6 +10,7 @@ them for Gemma 3. Questions that OUTPUT.json has already are not asked again, so
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -46,7 +47,9 @@ KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
 OLD, NEW = "old positions", "new positions"
 FIRST_TOKENS = 8
 FIRST = f"first {FIRST_TOKENS} read again"
-EFFORTS = (0.05, 0.1, 0.15, 0.25, 0.5)
+EFFORTS = (0.05, 0.15, 0.5)
+DEVIATING_EFFORT = 0.15
+DEVIATING = f"{DEVIATING_EFFORT:.0%} read again, by deviation"
 
 
 class OldPositions(TranslatedChunks):
@@ -62,11 +65,21 @@ class OldPositions(TranslatedChunks):
         return cache
 
 
+class QuestionUnknown(TranslatedChunks):
+    """As if the prompt ended with the chunks: what is read again is what the first layers find furthest off."""
+
+    def prepare(self, request: ReuseRequest, built: list[SourceKV]) -> Cache:
+        context = request.ranges[-1][1]
+        return super().prepare(dataclasses.replace(request, input_ids=request.input_ids[:, : context + 1]), built)
+
+
 def effort_name(effort: float) -> str:
     return f"{effort:.0%} read again"
 
 
-def load(mapper: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, TranslatedChunks]]:
+def load(
+    mapper: str | None, efforts: Sequence[float]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, TranslatedChunks]]:
     """The model that answers, its tokenizer, and the methods by name. Old positions are for a model and itself."""
     source, source_tokenizer = load_demo_model("smollm2-135m-instruct")
     target, target_tokenizer = load_demo_model("gemma-3-270m") if mapper else (source, source_tokenizer)
@@ -76,8 +89,9 @@ def load(mapper: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, 
     methods = {} if mapper else {OLD: OldPositions(*pair, **options)}
     methods[NEW] = TranslatedChunks(*pair, **options)
     methods[FIRST] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS, **options)
-    for effort in EFFORTS:
+    for effort in efforts:
         methods[effort_name(effort)] = TranslatedChunks(*pair, effort=effort, **options)
+    methods[DEVIATING] = QuestionUnknown(*pair, effort=DEVIATING_EFFORT, **options)
     return target, target_tokenizer, methods
 
 
@@ -147,7 +161,7 @@ def _interval(share: dict[str, float | None]) -> str:
     return f"{share['value']:.2f}{bounds}"
 
 
-def draw(figures: dict[str, dict], path: Path) -> None:
+def draw(figures: dict[str, dict], efforts: Sequence[float], path: Path) -> None:
     """Gap recovered against the share of tokens that is read again."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -156,7 +170,7 @@ def draw(figures: dict[str, dict], path: Path) -> None:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(figures), sharey=True, squeeze=False)[0], figures, strict=True):
         methods = figures[kind]
-        curve = [(0.0, NEW), *((effort, effort_name(effort)) for effort in EFFORTS), (1.0, FULL)]
+        curve = [(0.0, NEW), *((effort, effort_name(effort)) for effort in efforts), (1.0, FULL)]
         shares = [methods[name]["gap_recovered"] for _, name in curve]
         x, y = [100 * effort for effort, _ in curve], [part["value"] for part in shares]
         axes.plot(x, y, "o-", ms=3)
@@ -181,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--origin", help="use only rows with this `source`")
     parser.add_argument("--questions", type=int, default=40, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--efforts", nargs="+", type=float, default=EFFORTS)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--length", type=int, default=400, help="characters of a chunk, facts apart")
     parser.add_argument("--threads", type=int, default=1)
@@ -202,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if number < len(asked[kind]) and (kind, number) not in done
     ]
     if left:
-        target, target_tokenizer, methods = load(options.mapper)
+        target, target_tokenizer, methods = load(options.mapper, options.efforts)
     start = time.perf_counter()
     for kind, number in left:
         row = ask(asked[kind][number], target, target_tokenizer, methods)
@@ -214,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path.write_text(json.dumps({"figures": figures, "rows": rows}, indent=1) + "\n")
     show(figures, by_kind)
     try:
-        draw(figures, options.output.with_suffix(".svg"))
+        draw(figures, options.efforts, options.output.with_suffix(".svg"))
     except ImportError as error:
         print(f"The figures are written, but not drawn: {error}. `pip install matplotlib`.", file=sys.stderr)
 

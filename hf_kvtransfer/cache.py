@@ -73,8 +73,9 @@ class TranslatedCache(RestoringCache):
             default as many as the evidence recommends; 0 for no probe.
         effort (`float`, *optional*, defaults to 0):
             Share of the translated tokens that the target reads again, from 0, where all are translated, to 1, which
-            is a prefill. It chooses those of which its own first layers make something else, and reads them at once,
-            on top of the others; rows must be without padding. The probe is of the translation, before.
+            is a prefill. It reads them at once, on top of the others: those that the end of `input_ids` attends to, if
+            at least 4 tokens of it are not translated, or else those of which its own first layers make something
+            else. Rows must be without padding. The probe is of the translation, before.
         storage (`Cache`, *optional*):
             How the target's tokens are stored: an empty cache of transformers, made with the target's config, whose
             layers are copied. `StaticCache(target.config, max_cache_len=4096)` for a compiled decode,
@@ -134,7 +135,7 @@ class TranslatedCache(RestoringCache):
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
         self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
-        if policy is not None and not self._is_worth_it(policy, source, source_input_ids, effort):
+        if policy is not None and not self._is_worth_it(policy, source, source_input_ids, effort, input_ids):
             return
         admission = Admission(gate, target, target_tokenizer, sink_tokens, tail_tokens, storage, revision)
 
@@ -288,9 +289,12 @@ class TranslatedCache(RestoringCache):
         source: SourceKV | Cache,
         source_input_ids: torch.Tensor | None,
         effort: float,
+        prompt_ids: torch.Tensor | None,
     ) -> bool:
         input_ids = cast(torch.Tensor, source.input_ids if isinstance(source, SourceKV) else source_input_ids)
-        decision = policy.decide(input_ids.shape[-1], len(input_ids) if input_ids.dim() == 2 else 1, effort)
+        tokens = input_ids.shape[-1]
+        question = 0 if prompt_ids is None else max(prompt_ids.shape[-1] - tokens, 0)
+        decision = policy.decide(tokens, len(input_ids) if input_ids.dim() == 2 else 1, effort, question)
         if decision.choice == "recompute":
             if self._on_refusal == "raise":
                 raise RefusedError(f"A handoff is not worth it: {decision.reason}.")

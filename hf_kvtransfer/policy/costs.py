@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..compat import input_device, unwrap
 from ..home import home_folder
 from ..mapper import KVMapper
+from ..question_attention import MAX_QUESTION, MIN_QUESTION
 from ..whole_files import whole_file
 from .time_model import TimeModel
 
@@ -59,14 +60,29 @@ class MeasuredCosts:
     largest_layer_bytes_per_token: int
     first_layers: float
 
-    def handoff_with(self, effort: float) -> TimeModel:
+    def handoff_with(self, effort: float, question_tokens: int = 0, batch_size: int = 1) -> TimeModel:
         """
-        What a handoff takes in which the target reads a share of the tokens again, see [`TranslatedCache`]. A token
-        that is read again counts as one of a prefill.
+        What a handoff takes in which the target reads a share of the tokens again, see [`TranslatedCache`].
+
+        Args:
+            effort (`float`):
+                That share. A token that is read again counts as one of a prefill, but that it has a mask of its own:
+                attention computes the tokens behind it, too, which a prefill leaves out.
+            question_tokens (`int`, *optional*, defaults to 0):
+                Known behind the context. They are read once more, to see what they attend to.
+            batch_size (`int`, *optional*, defaults to 1):
+                Number of rows that have such questions.
         """
-        if not effort:
-            return self.handoff
-        return self.handoff + self.prefill.share(min(effort + self.first_layers, 1.0))
+        prefill = self.prefill
+        if not effort or effort == 1:
+            return self.handoff + prefill if effort else self.handoff
+        share, pairs = effort + self.first_layers, 2 * effort + self.first_layers
+        again = TimeModel(prefill.constant, share * prefill.per_token, pairs * prefill.per_token_squared)
+        if question_tokens < MIN_QUESTION:
+            return self.handoff + again
+        read = min(question_tokens, MAX_QUESTION)
+        question = TimeModel(prefill.seconds(read, batch_size), 2 * read * prefill.per_token_squared)
+        return self.handoff + again + question
 
     def handoff_bytes(self, tokens: int, batch_size: int = 1) -> int:
         """Bytes that a handoff allocates on the target's side."""

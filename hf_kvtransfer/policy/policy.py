@@ -151,7 +151,7 @@ class TransferPolicy:
             concurrency=concurrency,
         )
 
-    def decide(self, tokens: int, batch_size: int = 1, effort: float = 0.0) -> Decision:
+    def decide(self, tokens: int, batch_size: int = 1, effort: float = 0.0, question_tokens: int = 0) -> Decision:
         """
         Transfer or re-prefill, at this moment?
 
@@ -163,6 +163,8 @@ class TransferPolicy:
             effort (`float`, *optional*, defaults to 0):
                 Share of the tokens that the target is to read again, see [`TranslatedCache`]. Wrong answers count as
                 without it: the evidence is of translations.
+            question_tokens (`int`, *optional*, defaults to 0):
+                So many tokens are known behind the context, which the target reads once more with an `effort`.
 
         Returns:
             [`Decision`]
@@ -176,7 +178,7 @@ class TransferPolicy:
                 raise ValueError(f"`{name}` must be 1 or more, got {number}.")
         slowdown = 1.0 if self._load is None else self._load.slowdown()
         prefill = slowdown * self.costs.prefill.seconds(tokens, batch_size)
-        model = self.costs.handoff_with(effort)
+        model = self.costs.handoff_with(effort, question_tokens, batch_size)
         handoff = slowdown * model.seconds(tokens, batch_size) + self.refusal_rate * prefill
         wrong = self.error_rate * self.wrong_answer_seconds * batch_size
         saved = self.concurrency * (prefill - handoff) - wrong

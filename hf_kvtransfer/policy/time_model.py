@@ -78,7 +78,3 @@ class TimeModel:
             self.per_token + other.per_token,
             self.per_token_squared + other.per_token_squared,
         )
-
-    def share(self, share: float) -> "TimeModel":
-        """A share of what tokens add; the constant is for the weights, which are read for few tokens as for many."""
-        return TimeModel(self.constant, share * self.per_token, share * self.per_token_squared)

@@ -30,7 +30,7 @@ class TranslatedChunks:
             First tokens of each chunk but the first one that the target reads itself, on top of the chunks before:
             they were attention sinks where the source has read them.
         effort (`float`, *optional*, defaults to 0):
-            Share of the tokens that the target reads again at once, those that it makes the most else of, see
+            Share of the tokens that the target reads again at once, those that the question attends to, see
             [`TranslatedCache`].
         gate ([`FidelityGate`], *optional*):
             What is asked of the mapper's evidence.

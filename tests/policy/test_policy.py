@@ -64,10 +64,17 @@ def test_estimates_are_those_of_the_costs():
 def test_what_is_read_again_counts():
     chooser = TransferPolicy(COSTS)
     decision = chooser.decide(1000, 2, effort=0.15)
-    # A fifth of the prefill's tokens, with those of the first layers, and the weights once more.
-    assert decision.handoff_seconds == pytest.approx(0.6 + 2 * 0.2 + 0.1 + 2 * 0.2 * (3 + 0.5))
+    # A fifth of the prefill's tokens, with those of the first layers, and the weights once more; and of what is read
+    # again attention computes all pairs.
+    seconds = 0.6 + 2 * 0.2 + 0.1 + 2 * (0.2 * 3 + 0.35 * 0.5)
+    assert decision.handoff_seconds == pytest.approx(seconds)
+    # A question is read on top of the context, of a long one the end.
+    seconds += 0.1 + 2 * (0.03 + 5e-7 * 10**2 + 2 * 5e-7 * 10 * 1000)
+    assert chooser.decide(1000, 2, 0.15, 10).handoff_seconds == pytest.approx(seconds)
+    assert chooser.decide(1000, 2, 0.15, 10**6).handoff_seconds < seconds + 0.5
+    assert chooser.decide(1000, 2, 0.0, 10) == chooser.decide(1000, 2)
     assert decision.effort == 0.15 and decision.prefill_seconds == chooser.decide(1000, 2).prefill_seconds
-    needed = [chooser.decide(1000, effort=effort).break_even_tokens for effort in (0.0, 0.15, 0.5)]
+    needed = [chooser.decide(1000, effort=effort).break_even_tokens for effort in (0.0, 0.15, 0.4)]
     assert needed == sorted(set(needed))
     # With all of it a handoff is a prefill, and whatever was translated before.
     for effort in (0.95, 1.0):
