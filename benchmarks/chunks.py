@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ OLD, NEW = "old positions", "new positions"
 FIRST_TOKENS = 8
 FIRST = f"first {FIRST_TOKENS} read again"
 EFFORTS = (0.05, 0.15, 0.5)
+# Questions of each kind, the first ones, of which operations are counted: that takes longer than all else.
+COUNTED = 2
 DEVIATING_EFFORT = 0.15
 DEVIATING = f"{DEVIATING_EFFORT:.0%} read again, by deviation"
 
@@ -95,8 +98,10 @@ def load(
     return target, target_tokenizer, methods
 
 
-def ask(question: ReuseQuestion, target: PreTrainedModel, tokenizer, methods: dict[str, TranslatedChunks]) -> dict:
-    """Loss on the answer, and operations until it is read, of each method and of both controls."""
+def ask(
+    question: ReuseQuestion, target: PreTrainedModel, tokenizer, methods: dict[str, TranslatedChunks], count: bool
+) -> dict:
+    """Loss on the answer, and if they are to be counted operations until it is read, of each method and control."""
     request = ReuseRequest.make(question, PromptEncoder(tokenizer))
     built = [next(iter(methods.values())).build(chunk) for chunk in question.chunks]
     empty = partial(DynamicCache, config=target.config)
@@ -107,15 +112,18 @@ def ask(question: ReuseQuestion, target: PreTrainedModel, tokenizer, methods: di
     for name, method in methods.items():
         arms[name] = (request.input_ids, partial(method.prepare, request, built))
     answer = torch.tensor([request.answer_ids])
-    row: dict = {"tokens": answer.shape[1], "context": request.ranges[-1][1], "losses": {}, "operations": {}}
+    row: dict = {"tokens": answer.shape[1], "context": request.ranges[-1][1], "losses": {}}
+    operations = {}
     for name, (prompt, make) in arms.items():
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False) if count else None
+        with counter or nullcontext():
             cache = make()
             ids = torch.cat([prompt[:, int(cache.get_seq_length()) :], answer], 1)
             logits = read_into_cache(target, cache, ids, num_logits=answer.shape[1] + 1)
         row["losses"][name] = float(token_losses(logits[:, :-1], answer).sum())
-        row["operations"][name] = counter.get_total_flops()
-    return row
+        if counter is not None:
+            operations[name] = counter.get_total_flops()
+    return row | ({"operations": operations} if count else {})
 
 
 def share(losses: np.ndarray, best: np.ndarray, worst: np.ndarray) -> dict[str, float | None]:
@@ -130,7 +138,8 @@ def summarise(rows: Sequence[dict]) -> dict[str, dict]:
     """For each method of one kind of question: loss, gap recovered, remaining gap recovered, operations saved."""
     losses = {name: np.array([row["losses"][name] for row in rows]) for name in rows[0]["losses"]}
     tokens = sum(row["tokens"] for row in rows)
-    operations = {name: sum(row["operations"][name] for row in rows) for name in losses}
+    counted = [row["operations"] for row in rows if "operations" in row]
+    operations = {name: sum(row[name] for row in counted) for name in losses}
     return {
         name: {
             "loss": float(own.sum() / tokens),
@@ -220,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target, target_tokenizer, methods = load(options.mapper, options.efforts)
     start = time.perf_counter()
     for kind, number in left:
-        row = ask(asked[kind][number], target, target_tokenizer, methods)
+        row = ask(asked[kind][number], target, target_tokenizer, methods, number < COUNTED)
         rows.append({"kind": kind, "number": number} | row)
         path.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         print(f"{kind} {number}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -102,8 +102,8 @@ def read_again(
 
 def _with_those_before(scores: torch.Tensor) -> torch.Tensor:
     """For each token its score, or a share of one close behind it, `[batch, length]`."""
-    left = [pad(scores[:, i:], (0, i)) / 2**i for i in range(_NUM_BEFORE + 1)]
-    return torch.stack(left).amax(0)
+    behind = pad(scores, (0, _NUM_BEFORE)).unfold(1, _NUM_BEFORE + 1, 1)  # [batch, length, places from the token on]
+    return (behind / 2 ** torch.arange(_NUM_BEFORE + 1)).amax(-1)
 
 
 def find_check_layer(geometry: KVGeometry, mappers: Sequence[KVMapper]) -> int:

@@ -75,6 +75,13 @@ def test_what_a_question_attends_to_is_read_again(model):
     assert torch.equal(*others) and attended in others[0] and not torch.equal(others[0], asked)
 
 
+def test_a_question_on_few_tokens(llama):
+    ids = random_ids(llama, 1, 20)
+    source_kv = spoilt(llama, ids[:, :8], (4, 8))
+    cache = ungated_cache(source_kv, identity_mapper(llama), llama, input_ids=ids, effort=0.5)
+    assert cache.report.translated_tokens == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_both_ends(family, monkeypatch):
     model = tiny_model(family)
