@@ -51,8 +51,6 @@ FIRST = f"first {FIRST_TOKENS} read again"
 EFFORTS = (0.05, 0.15, 0.5)
 # Questions of each kind, the first ones, of which operations are counted: that takes longer than all else.
 COUNTED = 2
-DEVIATING_EFFORT = 0.15
-DEVIATING = f"{DEVIATING_EFFORT:.0%} read again, by deviation"
 
 
 class OldPositions(TranslatedChunks):
@@ -76,8 +74,8 @@ class QuestionUnknown(TranslatedChunks):
         return super().prepare(dataclasses.replace(request, input_ids=request.input_ids[:, : context + 1]), built)
 
 
-def effort_name(effort: float) -> str:
-    return f"{effort:.0%} read again"
+def effort_name(effort: float, question: bool = True) -> str:
+    return f"{effort:.0%} read again{'' if question else ', by deviation'}"
 
 
 def load(
@@ -94,7 +92,7 @@ def load(
     methods[FIRST] = TranslatedChunks(*pair, reread_tokens=FIRST_TOKENS, **options)
     for effort in efforts:
         methods[effort_name(effort)] = TranslatedChunks(*pair, effort=effort, **options)
-    methods[DEVIATING] = QuestionUnknown(*pair, effort=DEVIATING_EFFORT, **options)
+        methods[effort_name(effort, question=False)] = QuestionUnknown(*pair, effort=effort, **options)
     return target, target_tokenizer, methods
 
 
@@ -187,9 +185,11 @@ def draw(figures: dict[str, dict], efforts: Sequence[float], path: Path) -> None
         axes.fill_between(
             [x[i] for i in known], [shares[i]["low"] for i in known], [shares[i]["high"] for i in known], alpha=0.2
         )
+        deviating = [methods[effort_name(effort, question=False)]["gap_recovered"]["value"] for effort in efforts]
+        axes.plot(x, [y[0], *deviating, y[-1]], "--", lw=0.8, label="by deviation")
         if OLD in methods:
             axes.axhline(methods[OLD]["gap_recovered"]["value"], ls=":", lw=0.8, color="k", label=OLD)
-            axes.legend(fontsize=7)
+        axes.legend(fontsize=7)
         axes.set(title=kind, xlabel="% of tokens read again")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("gap recovered")
