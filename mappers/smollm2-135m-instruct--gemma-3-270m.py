@@ -3,8 +3,8 @@ The recipe of the mappers from SmolLM2 to Gemma 3: a closed-form fit within a bu
 
     python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl
 
-Goes on where it was interrupted. mappers/README.md has the command of the small one. The way back, which is not shipped,
-is the closed form alone:
+Goes on where it was interrupted. mappers/README.md has the command of the small one. The way back, which is not
+shipped, is the closed form alone:
 
     python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl --source gemma-3-270m \\
         --target smollm2-135m-instruct --fit-texts 110 --distill-texts 0 --output FOLDER
