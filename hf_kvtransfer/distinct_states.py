@@ -54,15 +54,16 @@ class DistinctStates:
             `tuple[torch.Tensor, torch.Tensor]`: New tensors `[batch, heads, stop - start, head_dim]`.
         """
         position_ids = position_ids[:, start:stop]
-        held, self.key_states, self.value_states = (self.key_states, self.value_states), None, None
-        if held[0] is None or held[1] is None:
+        key_states, value_states = self.key_states, self.value_states
+        self.key_states = self.value_states = None
+        if key_states is None or value_states is None:
             ids = input_ids[:, start:stop]
             layer: Any = read_first_layers(model, ids, position_ids=position_ids, num_layers=0).keys_and_values[0]
             return layer
-        rows = self.index[:, start:stop].to(held[0].device)
+        rows = self.index[:, start:stop].to(key_states.device)
         keys, values = (
             states.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1)
-            for states in (held[0], held[1])
+            for states in (key_states, value_states)
         )
         return Rotary.from_model(model).at(position_ids).apply(keys, 0, out=keys), values
 

@@ -62,10 +62,10 @@ def question_attention(target: PreTrainedModel, cache: Cache, prompt_ids: torch.
 
 
 class _Beside(DynamicCache):
-    """Holds what a cache holds, and takes in what is read on top of it without changing the cache."""
+    """Gives what a cache holds, and behind it what is read on top, which nobody keeps."""
 
     def __init__(self, cache: Cache):
-        super().__init__()  # without a config: all tokens in all layers
+        super().__init__()
         self._held = cache
         # Of the layer whose attention runs now, until it has been listened to.
         self.num_keys: int | None = None
@@ -74,11 +74,8 @@ class _Beside(DynamicCache):
         held: Any = self._held.layers[layer_idx]
         if isinstance(held, PendingLayer):
             held.materialize(key_states.device, key_states.dtype)
-        if not self.get_seq_length(layer_idx):
-            super().update(held.keys, held.values, layer_idx)
-        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.num_keys = states[0].shape[2]
-        return states
+        self.num_keys = held.keys.shape[2] + key_states.shape[2]
+        return torch.cat([held.keys, key_states], 2), torch.cat([held.values, value_states], 2)
 
 
 class _Listener(TorchFunctionMode):

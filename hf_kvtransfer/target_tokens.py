@@ -80,10 +80,8 @@ class TargetTokens:
         layer: Any = states.keys_and_values[layer_idx]
         return layer[0][:, :, start:stop].clone(), layer[1][:, :, start:stop].clone()
 
-    def num_held(self, num_layers: int | None) -> int:
+    def num_held(self, num_layers: int) -> int:
         """Numbers that are held of what the first layers make of the context; they run if they have not yet."""
-        if num_layers is None:
-            return 0
         states = self.native_states(num_layers)
         held = states.hidden_states.numel()
         if isinstance(states, NativeStates):

@@ -96,11 +96,10 @@ def test_equal_tokens_are_multiplied_once(pair, native_layers, monkeypatch):
     translation.layer(2, start, stop, CPU, torch.float32)  # native layers run at the first call
     operations = counted(translation, 2, start)
     ids = translation.input_ids[0, start:]
-    if native_layers == 1:
-        assert sum(rows_of(operations, HIDDEN)) == len(ids)
-    else:
-        blocks = [len(block.unique()) for block in ids.split(block_size())]
-        assert sorted(rows_of(operations, HIDDEN)) == sorted(blocks)  # the block that is held comes first
+    # Behind layer 1 its keys and values are held, too, and leave less room.
+    parts = ids.split(block_size() if native_layers != 1 else 2 * block_size() // 3)
+    blocks = [len(block.unique()) if native_layers != 1 else len(block) for block in parts]
+    assert rows_of(operations, HIDDEN) == blocks[::-1]  # the block that is held comes first
     states = translation.layer(2, start, stop, CPU, torch.float32)
     for module in (hf_kvtransfer.target_tokens, hf_kvtransfer.maps.linear):
         monkeypatch.setattr(module, "MAX_DISTINCT", 0)

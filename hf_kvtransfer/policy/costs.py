@@ -74,8 +74,10 @@ class MeasuredCosts:
                 Number of rows that have such questions.
         """
         prefill = self.prefill
-        if not effort or effort == 1:
-            return self.handoff + prefill if effort else self.handoff
+        if not effort:
+            return self.handoff
+        if effort == 1:
+            return self.handoff + prefill
         share, pairs = effort + self.first_layers, 2 * effort + self.first_layers
         again = TimeModel(prefill.constant, share * prefill.per_token, pairs * prefill.per_token_squared)
         if question_tokens < MIN_QUESTION:
