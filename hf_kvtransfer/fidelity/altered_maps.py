@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..mapper import KVMapper
+from ..maps.base import LayerMap
 from ..maps.identity import IdentityMap
 from ..maps.storage import dequantized, matrices
 
@@ -78,7 +79,7 @@ def random_map(mapper: KVMapper, seed: int) -> KVMapper:
     return with_maps(mapper, maps)
 
 
-class _OfOtherFeatures(nn.Module):
+class _OfOtherFeatures(LayerMap):
     """A map of one source layer that takes each feature from another place."""
 
     places: torch.Tensor

@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..maps.base import LayerMap
 from ..source import SourceKV
 from ..translation import Translation
 from .altered_maps import with_maps
@@ -108,12 +110,12 @@ def _with_maps(translation: Translation, maps: Mapping[int, nn.Module]) -> Trans
     return translation.with_mapper(with_maps(mapper, [maps.get(i, kept) for i, kept in enumerate(mapper.layers)]))
 
 
-class _Off(nn.Module):
+class _Off(LayerMap):
     """A layer map whose keys go through the first of two changes, and its values through the second."""
 
     def __init__(
         self,
-        layer_map: nn.Module,
+        layer_map: Any,
         widths: tuple[int, int],
         changes: Sequence[Callable[[torch.Tensor], torch.Tensor]],
     ):

@@ -35,6 +35,11 @@ class LayerMap(nn.Module):
         """
         raise NotImplementedError
 
+    @property
+    def workspace(self) -> int | None:
+        """Numbers a token that there are at most on the way, `None` for twice as many as it puts out."""
+        return None
+
     def forward(
         self,
         source_features: Sequence[torch.Tensor],

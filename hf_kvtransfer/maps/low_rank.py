@@ -48,7 +48,7 @@ class LowRankMap(LayerMap):
 
     @property
     def workspace(self) -> int:
-        """Numbers a token that there are at most on the way: the waist, and at the target's token; or the output."""
+        """As [`LayerMap.workspace`]: the waist, and the waist at the target's token or the output."""
         out_features, rank = self.up.shape
         return rank + max(rank, out_features)
 
