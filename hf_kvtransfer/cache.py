@@ -15,6 +15,7 @@ from .effort import check_effort, read_again
 from .errors import KVTransferError, PrefixMismatchError, RefusedError
 from .fidelity.gate import FidelityGate
 from .fidelity.tail_probe import probe_tail
+from .identity.one_look import one_look
 from .layers import LayerTranslator, install
 from .mapper import KVMapper
 from .restoring_cache import RestoringCache, describe
@@ -248,7 +249,8 @@ class TranslatedCache(RestoringCache):
         translator: LayerTranslator
         probe = None
         try:
-            translation = bind()
+            with one_look():
+                translation = bind()
             translator, probe = probe_tail(translation, probe_tokens)
             if probe is not None and not probe.passed:
                 raise RefusedError(f"The translated cache does not stand for this context: {probe}.")

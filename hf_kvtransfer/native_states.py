@@ -1,10 +1,12 @@
 """What a model's first layers make of a context: their keys and values, and the input of the last one's attention."""
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 from .compat import read_into_cache, unwrap
@@ -65,6 +67,11 @@ class AttentionInput:
 
     def __exit__(self, *exception) -> None:
         self._hook.remove()
+
+    def without_queries(self) -> AbstractContextManager:
+        """Within it, the attention's queries are zeros: for a pass that ends before they are used."""
+        projection = getattr(self._attention, "q_proj", None)
+        return _ZerosFrom(projection.weight) if type(projection) is torch.nn.Linear else nullcontext()
 
     def _listen(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         # Another thread that is about to call a hook which is just being removed calls it without `kwargs`.
@@ -129,7 +136,7 @@ def read_first_layers(
     attention_input = AttentionInput(model, num_layers)
     padded = attention_mask is not None and not attention_mask.all()
     try:
-        with attention_input, unchanged_offloading(unwrap(model)):
+        with attention_input, attention_input.without_queries(), unchanged_offloading(unwrap(model)):
             read_into_cache(
                 model,
                 cache,
@@ -149,6 +156,19 @@ def read_first_layers(
         tuple(None if probed is None else (layer.keys, layer.values) for layer, probed in layers),
         attention_input.hidden_states,
     )
+
+
+class _ZerosFrom(TorchFunctionMode):
+    """Takes a weight for zeros in this thread, and its product for done."""
+
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear and len(args) > 1 and args[1] is self.weight:
+            return args[0].new_zeros(*args[0].shape[:-1], len(self.weight))
+        return func(*args, **(kwargs or {}))
 
 
 class _CacheUpTo(DynamicCache):

@@ -56,6 +56,7 @@ def test_no_more_than_two_layers_beside_the_cache(pair, length, source_dtype):
         source = copy.deepcopy(source).to(source_dtype)
     mapper = random_mapper(source, target, token_features=64)
     source_kv = SourceKV.prefill(source, None, random_ids(source, 1, length))
+    temporary_memory(source_kv, mapper, target, **UNGATED)  # what is kept of a model stays: cos and sin of positions
     temporary, layer, cache = temporary_memory(source_kv, mapper, target, **UNGATED)
     features = mapper.target_geometry.num_features(0)
     assert (layer, cache) == (length * features * 4, 4 * length * features * 4)
@@ -69,9 +70,9 @@ def test_no_more_than_two_layers_between_tokenizers(pair, tokenizers):
     mapper = random_mapper(source, target, fingerprints, token_features=64)
     text = ["The harbour lies where the river meets the sea, and forty boats work from it. " * n for n in (9, 7)]
     source_kv = SourceKV.prefill(source, tokenizers["bpe"], text)
-    temporary, layer, _ = temporary_memory(
-        source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], **UNGATED
-    )
+    options = UNGATED | {"target_tokenizer": tokenizers["unigram"]}
+    temporary_memory(source_kv, mapper, target, **options)  # as above
+    temporary, layer, _ = temporary_memory(source_kv, mapper, target, **options)
     assert temporary <= 2 * layer
 
 

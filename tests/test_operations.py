@@ -108,11 +108,11 @@ def test_equal_tokens_are_multiplied_once(pair, native_layers, monkeypatch):
 
 
 def test_layers_that_ask_for_the_same_tokens_share_what_depends_on_them(pair):
-    """Cos and sin, the distinct tokens and their states are there for the second layer with the same window."""
+    """The distinct tokens, their states, and cos and sin are there for the second layer with the same window."""
     translation = translated(pair, random_mapper(*pair, token_features=HIDDEN))
     start = translation.length - 127
     first, second = (counted(translation, layer_idx, start) for layer_idx in (0, 1))
-    assert [first.calls[name] for name in ("_unique2", "cos", "embedding")] == [1, 1, 1]
+    assert [first.calls[name] for name in ("_unique2", "embedding")] == [1, 1]
     assert not any(second.calls[name] for name in ("_unique2", "cos", "embedding"))
 
 
@@ -122,8 +122,9 @@ def test_the_first_layer_reads_distinct_tokens_once(pair):
     translation = translated(pair, mapper)
     with Operations() as operations:
         translation.layer(0, 0, translation.length, CPU, torch.float32)
-    rows = {first[:-1].numel() for first, _ in (product.factors for product in operations.products)}
-    assert rows == {len(translation.input_ids.unique()) + 8}
+    factors = [product.factors for product in operations.products]
+    assert {first[:-1].numel() for first, _ in factors} == {len(translation.input_ids.unique()) + 8}
+    assert {second[-1] for _, second in factors} == set(translation.geometry.layers[0].widths)  # and no queries
 
 
 def test_ids_that_hardly_repeat_are_not_looked_up(pair):

@@ -158,14 +158,14 @@ class FidelityGate:
             if used is not None and used < measured:
                 reasons.append(f"the target is to read {used} {which} tokens itself, it read {measured} when measured")
         if isinstance(source, SourceKV):
-            reasons += self._compare("source", report.source, source.identity, source.cache_policy)
+            reasons += self._compare(report, "source", source.identity, source.cache_policy)
         elif source is not None:
             identity = ModelIdentity.from_model(source, source_tokenizer)
-            reasons += self._compare("source", report.source, identity, cache_policy(source))
+            reasons += self._compare(report, "source", identity, cache_policy(source))
         if target is not None:
             identity = ModelIdentity.from_model(target, target_tokenizer)
             policy = cache_policy(target if target_cache is None else target_cache)
-            reasons += self._compare("target", report.target, identity, policy)
+            reasons += self._compare(report, "target", identity, policy)
         return self.verdict(mapper.name, reasons + self.judge(report))
 
     def judge(self, report: FidelityReport) -> list[str]:
@@ -239,10 +239,11 @@ class FidelityGate:
                 )
         return reasons
 
-    def _compare(self, side: str, evidence: dict, identity: ModelIdentity, policy: dict | None) -> list[str]:
+    def _compare(self, report: FidelityReport, side: str, identity: ModelIdentity, policy: dict | None) -> list[str]:
         """How a model at hand differs from the one that was measured."""
+        evidence = getattr(report, side)
         try:
-            differences = ModelIdentity.from_dict(evidence["identity"]).differences(identity)
+            differences = report.identity(side).differences(identity)
         except (KeyError, TypeError, ValueError) as error:
             return [f"its evidence does not say which {side} was measured ({error!r})"]
         reasons = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import EvidenceError
+from ..identity import ModelIdentity
 from ..whole_files import whole_file
 from .results import PassageResult, check_results
 from .statistics import figures
@@ -75,6 +76,7 @@ class FidelityReport:
             self.results = [row.rounded() for row in self.results]
             self.figures = figures(self.results)
         self._figures_of: dict[frozenset[str], dict[str, Any]] = {}
+        self._identities: dict[str, tuple[dict, ModelIdentity]] = {}
 
     def save(self, folder_or_file: str | Path) -> Path:
         """
@@ -134,6 +136,23 @@ class FidelityReport:
             ) from error
         except EvidenceError as error:
             raise EvidenceError(f"{path} is no evidence: {error} {_EVALUATE}") from error
+
+    def identity(self, side: str) -> ModelIdentity:
+        """
+        The model that was measured.
+
+        Args:
+            side (`str`):
+                `"source"` or `"target"`.
+
+        Raises:
+            `KeyError`, `TypeError`, `ValueError`: the report does not say, or it is damaged.
+        """
+        written = getattr(self, side)["identity"]
+        known = self._identities.get(side)
+        if known is None or known[0] is not written:
+            known = self._identities[side] = written, ModelIdentity.from_dict(written)
+        return known[1]
 
     def figures_of(self, capabilities: Sequence[str]) -> dict[str, Any]:
         """The figures of some capabilities alone, see [`figures`]. At least one of them must have results."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,6 +12,7 @@ from ..compat import public_name
 from ..geometry import KVGeometry
 from ..nested import leaves
 from ..rotary import Rotary
+from .state import model_state
 from .tensors import ModelTensors
 from .tokenizer import tokenizer_fingerprint
 from .weights import Samples, TensorSample, compare_samples, sample_tensors, sample_weights
@@ -18,6 +20,10 @@ from .weights import Samples, TensorSample, compare_samples, sample_tensors, sam
 
 # Also says where the samples are taken: it changes when these places do.
 IDENTITY_FORMAT = "hf-kvtransfer-identity-1"
+
+# The samples of each model, and the state in which they were taken.
+_SAMPLED: WeakKeyDictionary[PreTrainedModel, tuple[tuple, tuple[Samples, Samples, dict[str, Samples]]]]
+_SAMPLED = WeakKeyDictionary()
 
 # Frequencies are computed when a model is loaded, and not by each device to the same last bit.
 _ROTARY_TOLERANCE = 1e-5
@@ -74,7 +80,8 @@ class ModelIdentity:
     def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "ModelIdentity":
         """
         Reads a few elements of each parameter, anew at each call: weights can change in place without a trace. Only
-        what accelerate keeps on disk is read once for each model.
+        what accelerate keeps on disk is read once for each model, and the rest again if its [`model_state`] is known
+        and is another one.
 
         Args:
             model ([`~transformers.PreTrainedModel`]):
@@ -88,20 +95,13 @@ class ModelIdentity:
         """
         # Both run the model if it has not run before, which can change how quantised weights are stored.
         geometry, rotary = KVGeometry.from_model(model), Rotary.from_model(model)
-        tensors = ModelTensors.from_model(model, [call.module for call in rotary.calls])
-        frequencies = tensors.rotary
-        if rotary.depends_on_length:
-            # Exchanged by each call that is longer or shorter than the ones before; the original is kept beside it.
-            frequencies = {name: tensor for name, tensor in frequencies.items() if "original" in name.split(".")[-1]}
         rope_parameters = getattr(model.config.get_text_config(), "rope_parameters", None)
         return cls(
             public_name(model),
             None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             geometry,
             json.loads(json.dumps(rope_parameters, default=str)),
-            sample_tensors(frequencies),
-            sample_weights(tensors),
-            {name: sample_tensors(adapter) for name, adapter in tensors.adapters.items() if adapter},
+            *_sample(model, rotary),
         )
 
     def differences(self, found: "ModelIdentity") -> list[Difference]:
@@ -181,6 +181,24 @@ class ModelIdentity:
             _samples_from_dict(identity["weights"]),
             {name: _samples_from_dict(adapter) for name, adapter in identity["adapters"].items()},
         )
+
+
+def _sample(model: PreTrainedModel, rotary: Rotary) -> tuple[Samples, Samples, dict[str, Samples]]:
+    """What [`ModelIdentity`] holds of a model's rotary modules, weights and adapters."""
+    state = model_state(model)
+    known = _SAMPLED.get(model)
+    if known is not None and state is not None and known[0] == state:
+        return known[1]
+    tensors = ModelTensors.from_model(model, [call.module for call in rotary.calls])
+    frequencies = tensors.rotary
+    if rotary.depends_on_length:
+        # Exchanged by each call that is longer or shorter than the ones before; the original is kept beside it.
+        frequencies = {name: tensor for name, tensor in frequencies.items() if "original" in name.split(".")[-1]}
+    adapters = {name: sample_tensors(adapter) for name, adapter in tensors.adapters.items() if adapter}
+    samples = sample_tensors(frequencies), sample_weights(tensors), adapters
+    if state is not None:
+        _SAMPLED[model] = state, samples
+    return samples
 
 
 def _samples_to_dict(samples: Samples) -> dict:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ..errors import TokenizerMismatchError
+from .one_look import looked_at_once
 
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _IDENTITY_MEMBERS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 _fingerprints: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, str]] = WeakKeyDictionary()
 
 
+@looked_at_once
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     Says whether two tokenizers turn the same text into the same ids, whatever files they were loaded from.

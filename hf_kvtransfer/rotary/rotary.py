@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..probe import Probe, probe_model
 from ..probe.rotary_call import RotaryCall
-from .layout import LayerRotary, compact, detect, turn
+from .first_positions import FirstPositions
+from .layout import Columns, LayerRotary, compact, detect, turn
 
 
 # To put a position on, to take it off, and what gradients take back through the former.
@@ -37,6 +38,7 @@ class Rotary:
         self.model_class = model_class
         self.layers = layers
         self.calls = calls
+        self._first_positions: dict[tuple[int, Columns], FirstPositions] = {}
         self._limits = [limit for limit in map(_length_limit, calls) if limit is not None]
 
     @classmethod
@@ -93,6 +95,29 @@ class Rotary:
         if self._limits and position_ids.numel() > 0:
             self.check_length(int(position_ids.max()) + 1)
         return RotaryTables(self, position_ids)
+
+    def cos_and_sin(
+        self, call_idx: int, columns: Columns, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            call_idx (`int`), columns (`str`):
+                As of a [`LayerRotary`].
+            position_ids (`torch.Tensor` of shape `[batch, tokens]`):
+                The positions.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: cos and sin, one column for each frequency, in float32, to be read
+            only.
+        """
+        call = self.calls[call_idx]
+        if not self.depends_on_length:
+            first = self._first_positions.setdefault((call_idx, columns), FirstPositions(call, columns))
+            known = first.at(position_ids)
+            if known is not None:
+                return known
+        cos, sin = call(position_ids)
+        return compact(cos, columns), compact(sin, columns)
 
     @property
     def depends_on_length(self) -> bool:
@@ -255,8 +280,7 @@ class RotaryTables:
                 source = (layer.call_idx, layer.columns)
                 made = self._tables.get(source)
                 if made is None:
-                    cos, sin = self.rotary.calls[layer.call_idx](self.position_ids)
-                    made = self._tables[source] = (compact(cos, layer.columns), compact(sin, layer.columns))
+                    made = self._tables[source] = self.rotary.cos_and_sin(*source, self.position_ids)
                 table = (made[0].to(device), made[1].to(device))
             self._tables[key] = table
         return table

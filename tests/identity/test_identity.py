@@ -61,6 +61,17 @@ def test_changes_in_place_are_seen(llama):
     assert difference.detail == "model.layers.2.self_attn.o_proj.weight and 1 other differ"
 
 
+def test_a_model_that_has_not_changed_is_not_sampled_again(llama):
+    model = copy.deepcopy(llama)
+    weights = [ModelIdentity.from_model(model).weights for _ in range(2)]
+    model.model.layers[1].mlp.up_proj.weight.data[-1, -1] += 1  # leaves no trace, and is between the samples
+    weights.append(ModelIdentity.from_model(model).weights)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, -1] += 1  # leaves one
+    weights.append(ModelIdentity.from_model(model).weights)
+    assert [w is weights[0] for w in weights] == [True, True, True, False]
+
+
 def test_a_training_step_is_seen(evidence, llama):
     model = copy.deepcopy(llama)
     ids = random_ids(model, 2, 16)
