@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from .adapters import TargetAdapters
 from .alignment import TokenAlignment, align_tokens
 from .alignment.spans import character_spans, encode_with_spans
+from .blockwise_maps import BlockwiseMaps
 from .compat import input_device, model_name
 from .errors import (
     AlignmentError,
@@ -17,23 +18,17 @@ from .errors import (
     PrefixMismatchError,
 )
 from .first_tokens import FirstTokens, read_first_tokens
-from .geometry import KVGeometry, LayerGeometry
+from .geometry import KVGeometry
 from .mapper import KVMapper
 from .padding import pad_rows, positions_from_mask, unpad_rows
-from .pair import check_pair, check_token_features
+from .pair import check_pair
 from .rotary import Rotary
 from .source import SourceKV
 from .target_tokens import TargetTokens
-from .token_block import Block
 
 
 # Below this share of target tokens with source text behind them the two sides do not stand for the same context.
 MIN_COVERAGE = 0.5
-
-# Tokens, of all rows, that are mapped at a time: a map's weights are read for many of them, and what a map computes on
-# the way stays small however long the context.
-_MAX_BLOCK = 2048
-_MIN_BLOCK = 16
 
 
 def check_not_negative(**numbers: int | None) -> None:
@@ -43,7 +38,7 @@ def check_not_negative(**numbers: int | None) -> None:
             raise ValueError(f"`{name}` must be 0 or more, got {number}.")
 
 
-class Translation:
+class Translation(BlockwiseMaps):
     """
     Answers `layer(layer_idx, start, stop, device, dtype)` with one target layer's keys and values.
 
@@ -143,13 +138,9 @@ class Translation:
         self.source_kv, self.mapper, self.target = source_kv, mapper, target
         self.geometry = KVGeometry.from_model(target)
         self._rotary = Rotary.from_model(target)  # refuses by name what has keys and values in shape only
-        self._last_block: dict[tuple, tuple[Block, tuple]] = {}
+        self._last_block = {}
         check_pair(mapper, source_kv, target, self.geometry, target_tokenizer)
         self._adapters = TargetAdapters(target)
-
-    @property
-    def batch_size(self) -> int:
-        return self.source_kv.batch_size
 
     @property
     def segments(self) -> tuple["Translation", ...]:
@@ -248,10 +239,7 @@ class Translation:
         values = torch.empty(self.batch_size, heads, tokens, layer.value_head_dim, device=device, dtype=dtype)
         # Without padding the sinks are the first columns, and the map need not render them.
         mapped = start if self._first_token.any() else min(max(start, self.num_sinks), stop)
-        layer_map = self.mapper.layer_on(layer_idx, device, dtype)
-        for begin, end, room in self._ranges(layer_map, layer, mapped, stop, device, dtype):
-            block, columns = self._block(begin, end, room, device, dtype), slice(begin - start, end - start)
-            self._map_block(layer_map, layer_idx, block, keys[:, :, columns], values[:, :, columns])
+        self._map_range(layer_idx, mapped, stop, keys[:, :, mapped - start :], values[:, :, mapped - start :])
         for row, first in enumerate(self._first_token.tolist()):
             begin, end = max(first, start), min(first + self.num_sinks, stop)
             if begin < end:
@@ -305,90 +293,6 @@ class Translation:
             rows.append(row)
             alignments.append(alignment)
         return rows, alignments
-
-    def _ranges(
-        self, layer_map: Any, layer: LayerGeometry, start: int, stop: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[int, int, int]]:
-        """
-        Tokens to map at a time, so that all that is there beside the cache is no larger than two layers: ranges, and
-        how many numbers more there may be.
-        """
-        if start >= stop:
-            return []
-        config = self.mapper.config
-        largest = self._largest_layer() * self.batch_size
-        room = 2 * largest - largest // 8  # for all that is small: ids, indices, masks
-        # What a map makes of a token, once more at the target's token, and the cos and sin of its position.
-        width = (layer_map.workspace or 2 * sum(layer.widths)) + layer.key_head_dim
-        if config.token_features:
-            if config.native_layers is None:
-                width += config.token_features
-            else:
-                self._check_native_layers(config.native_layers)
-                room -= self._target_tokens.num_held(config.native_layers)
-        features = [self.source_kv.features[i] for i in layer_map.source_layers]
-        # Of another device or dtype they are copied first; else maps read them where they are.
-        width += sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
-        width *= self.batch_size
-        # Beside hidden states that are as wide as several layers nothing is small, and blocks only become slow.
-        size = max(room, largest) // width
-        size = max(1, min(_MAX_BLOCK // self.batch_size, max(_MIN_BLOCK, size)))
-        size = -(-(stop - start) // -(-(stop - start) // size))
-        ranges = [(begin, min(begin + size, stop), room - width * size) for begin in range(start, stop, size)]
-        # The block that is held comes first.
-        return ranges[::-1] if any(key[:2] == ranges[-1][:2] for key in list(self._last_block)) else ranges
-
-    def _block(self, start: int, stop: int, room: int, device: torch.device, dtype: torch.dtype) -> Block:
-        """What depends on the tokens alone. The last one is held: the next layer mostly asks for the same."""
-        config = self.mapper.config
-        tensors = self.source_index, self.key_positions  # which a changed copy of the translation may have exchanged
-        key = start, stop, device, dtype, config.token_features, config.native_layers, *map(id, tensors)
-        known = self._last_block.get(key)
-        if known is not None:
-            return known[0]
-        self._last_block.clear()  # two would be as large as a layer
-        first, last, index = start, stop, None
-        if not self._in_step:
-            index = self.source_index[:, start:stop]
-            first, last = int(index.min()), int(index.max()) + 1
-            index = (index - first).to(device)
-        token_features = token_index = None
-        if config.token_features:
-            token_features, token_index = self._target_tokens.features(start, stop, config.native_layers, room)
-            token_features = token_features.to(device, dtype)
-            token_index = None if token_index is None else token_index.to(device)
-        tables = self._rotary.at(self.key_positions[:, start:stop])
-        block = Block(slice(first, last), index, token_features, token_index, tables)
-        self._last_block[key] = block, tensors
-        return block
-
-    def _largest_layer(self) -> int:
-        """Scalars that the cache's largest layer holds of one row."""
-        sizes = (
-            sum(layer.widths) * min(self.length, (layer.sliding_window or self.length + 1) - 1)
-            for layer in self.geometry.layers
-            if layer is not None
-        )
-        return max(sizes)
-
-    @torch.no_grad()
-    def _map_block(
-        self, layer_map: Any, layer_idx: int, block: Block, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Write what a map makes of a block to `keys` and `values`; a method, so that nothing of it outlives it."""
-        block.tables.prepare(layer_idx, keys.device)
-        features = [
-            self.source_kv.features[i][:, block.source].to(keys.device, keys.dtype) for i in layer_map.source_layers
-        ]
-        mapped = layer_map(features, block.token_features, block.source_index, block.token_index)
-        key_states, value_states = self.geometry.layers[layer_idx].split_heads(mapped)
-        block.tables.apply(key_states, layer_idx, out=keys)
-        values.copy_(value_states)
-
-    def _check_native_layers(self, num_layers: int) -> None:
-        # Here and not where it is read: before the first layer is used, the target can still read the context itself.
-        states = self._target_tokens.native_states(num_layers)
-        check_token_features(self.mapper, self.target, states.hidden_states.shape[-1])
 
     def _read_sinks(self) -> FirstTokens:
         """Let the target read each row's first tokens, which stand at positions 0 and up whatever the padding."""

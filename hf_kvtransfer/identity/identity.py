@@ -194,8 +194,11 @@ def _sample(model: PreTrainedModel, rotary: Rotary) -> tuple[Samples, Samples, d
     if rotary.depends_on_length:
         # Exchanged by each call that is longer or shorter than the ones before; the original is kept beside it.
         frequencies = {name: tensor for name, tensor in frequencies.items() if "original" in name.split(".")[-1]}
-    adapters = {name: sample_tensors(adapter) for name, adapter in tensors.adapters.items() if adapter}
-    samples = sample_tensors(frequencies), sample_weights(tensors), adapters
+    samples: tuple[Samples, Samples, dict[str, Samples]] = (
+        sample_tensors(frequencies),
+        sample_weights(tensors),
+        {name: sample_tensors(adapter) for name, adapter in tensors.adapters.items() if adapter},
+    )
     if state is not None:
         _SAMPLED[model] = state, samples
     return samples

@@ -7,7 +7,8 @@ from functools import wraps
 from typing import Any, TypeVar
 
 
-Looked, Seen = TypeVar("Looked"), TypeVar("Seen")
+Looked = TypeVar("Looked")
+Seen = TypeVar("Seen")
 
 _SEEN: ContextVar[dict[tuple, tuple[Any, Any]] | None] = ContextVar("seen", default=None)
 
