@@ -1,4 +1,7 @@
-"""Questions over several chunks: on a fact that stands in one, on facts of two, and what comes next in a text."""
+"""
+Questions over several chunks: on a fact that stands in one, on facts of two, on one that says "she" of somebody in the
+chunk before, and what comes next in a text.
+"""
 
 import random
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ from hf_kvtransfer.reuse import ReuseQuestion
 
 THINGS = ("brass lantern", "silver flute", "old map", "blue bicycle", "paper mill", "glass boat", "iron bell")
 FIRST = ("Ilse", "Tobias", "Marta", "Anders", "Clara", "Jonas", "Vera", "Emil", "Nora", "Oskar", "Greta", "Felix")
+WOMEN = FIRST[::2]
 LAST = ("Maren", "Crane", "Holm", "Oyen", "Brandt", "Falk", "Lund", "Seidel", "Voss", "Winter", "Kessler", "Thorn")
 TOWNS = ("Brennick", "Calder", "Aldmoor", "Stavern", "Hollin", "Merrow", "Tarnby", "Wexham", "Orsett", "Kilvey")
 
@@ -64,6 +68,32 @@ def two_sources(texts: Sequence[str], num_chunks: int, length: int) -> list[Reus
     return questions
 
 
+def references(texts: Sequence[str], num_chunks: int, length: int) -> list[ReuseQuestion]:
+    """
+    As a document cut into chunks: each ends with somebody, of whom the next one begins to tell and says "she". Who
+    that is, only a reader of both knows; read alone, a chunk says where somebody lives.
+    """
+    questions = []
+    for number, passages in enumerate(_passages(texts, num_chunks, length)):
+        draw = random.Random(number)
+        things, names = draw.sample(THINGS, num_chunks), _names(draw, num_chunks, WOMEN)
+        towns = draw.sample(TOWNS, num_chunks)
+        chunks = []
+        for i, passage in enumerate(passages):
+            beginning = f" She lives in {towns[i]}. " if i else ""
+            chunks.append(f"{beginning}{passage.strip()}. {names[i]} keeps the {things[i]}.")
+        asked = draw.randrange(num_chunks - 1)
+        questions.append(
+            ReuseQuestion(
+                tuple(chunks),
+                f"\n\nQuestion: Where does {names[asked]} live?\nAnswer: {names[asked]} lives in",
+                f" {towns[asked + 1]}",
+                num_sources=2,
+            )
+        )
+    return questions
+
+
 def continuations(texts: Sequence[str], num_chunks: int, length: int, answer: int = 140) -> list[ReuseQuestion]:
     """
     Texts cut into chunks that follow each other. What comes next depends on all of them, and each on those before.
@@ -84,8 +114,9 @@ def continuations(texts: Sequence[str], num_chunks: int, length: int, answer: in
     return questions
 
 
-def _names(draw: random.Random, count: int) -> list[str]:
-    return [f"{first} {last}" for first, last in zip(draw.sample(FIRST, count), draw.sample(LAST, count), strict=True)]
+def _names(draw: random.Random, count: int, firsts: Sequence[str] = FIRST) -> list[str]:
+    drawn = zip(draw.sample(firsts, count), draw.sample(LAST, count), strict=True)
+    return [f"{first} {last}" for first, last in drawn]
 
 
 def _passages(texts: Sequence[str], num_chunks: int, length: int) -> list[list[str]]:

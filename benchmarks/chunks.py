@@ -2,7 +2,7 @@
 Chunks that were read earlier, each alone, placed one after another in a new prompt: what is lost, and how much of it
 comes back if the target reads some of their tokens again.
 
-Scored is the loss on answers, after questions of three kinds (see chunk_questions.py). By default the model reads
+Scored is the loss on answers, after questions of four kinds (see chunk_questions.py). By default the model reads
 chunks for itself, so that nothing is lost but what chunks would have seen in each other; with --mapper SmolLM2 reads
 them for Gemma 3. Questions that OUTPUT.json has already are not asked again, so that a run can be continued.
 
@@ -43,6 +43,7 @@ from . import chunk_questions
 KINDS: dict[str, Callable[..., list[ReuseQuestion]]] = {
     "one source": chunk_questions.one_source,
     "two sources": chunk_questions.two_sources,
+    "references": chunk_questions.references,
     "continuation": chunk_questions.continuations,
 }
 OLD, NEW = "old positions", "new positions"
