@@ -32,6 +32,21 @@ def check_effort(effort: float) -> None:
         )
 
 
+def check_efforts(efforts: Sequence[float]) -> None:
+    """
+    Check efforts to measure.
+
+    Raises:
+        `ValueError`: one is 0, which is always measured, or no share, or is there twice.
+    """
+    for effort in efforts:
+        check_effort(effort)
+        if not effort:
+            raise ValueError("`efforts` holds 0, which is the translated cache as it is: it is always measured.")
+    if len(set(efforts)) < len(efforts):
+        raise ValueError(f"`efforts` must be different ones, got {list(efforts)}.")
+
+
 def read_again(
     translation: Translation | SegmentedTranslation, translator: LayerTranslator, effort: float, last: int = 0
 ) -> tuple[LayerTranslator, torch.Tensor]:

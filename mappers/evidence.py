@@ -53,6 +53,7 @@ def main():
     parser.add_argument("--texts", type=int, default=20, help="held-out pieces of each kind of text")
     parser.add_argument("--dialogues", type=int, default=10)
     parser.add_argument("--choices", type=int, default=30, help="questions of each kind")
+    parser.add_argument("--effort", type=float, action="append", default=[], help="measured, too; may be repeated")
     parser.add_argument("--mapper", type=Path, default=FOLDER)
     arguments = parser.parse_args()
 
@@ -79,6 +80,7 @@ def main():
         source_tokenizer=source_tokenizer,
         target_tokenizer=target_tokenizer,
         corrupted_documents=40,
+        efforts=arguments.effort,
         work_file=work_file,
     )
     report.mapper["name"] = arguments.mapper.name

@@ -45,6 +45,15 @@ def evaluate(
     tail_tokens: Annotated[
         int, typer.Option(min=1, help="Last tokens of each context that the target reads itself.")
     ] = 1,
+    effort: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Measure, too, what it is worth that the target reads this share of the translated tokens again. "
+            "Repeat it for more.",
+        ),
+    ] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Leave out longer contexts, in target tokens.")] = 2048,
     false_alarm_rate: Annotated[
         float, typer.Option(min=0.001, max=0.5, help="Share of right translations that the probe may refuse.")
@@ -87,6 +96,7 @@ def evaluate(
     report_page.check(page)
     if max_length < context_tokens:
         raise typer.BadParameter(f"must be at least --context-tokens, {context_tokens}.", param_hint="--max-length")
+    efforts = effort or []
     if folder is None:
         folder = Path(mapper)
         if not folder.is_dir():
@@ -98,9 +108,14 @@ def evaluate(
     if restart:
         work_file.unlink(missing_ok=True)
 
+    from ..effort import check_efforts
     from ..fidelity.evaluate import evaluate_mapper
     from ..fidelity.gate import FidelityGate
 
+    try:
+        check_efforts(efforts)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--effort") from None
     try:
         loaded = loading.load_mapper(mapper, revision)
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
@@ -114,6 +129,7 @@ def evaluate(
             max_length=max_length,
             limit=limit,
             tail_tokens=tail_tokens,
+            efforts=efforts,
             false_alarm_rate=false_alarm_rate,
             work_file=work_file,
         )

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..errors import AlignmentError, EvaluationDataError, PrefixMismatchError
 from ..translation import Translation
+from .arms import ARMS, effort_arm
 from .corruptions import corruptions
 from .data import Document
 from .replay import NativeCache, Replay
@@ -36,12 +37,21 @@ class DocumentReplay:
             How many the probe reads, and how many of these also with corruptions.
         seed (`int`):
             Of the corruptions.
+        efforts (`Sequence[float]`, *optional*, defaults to `()`):
+            With which the translated cache is scored, too.
     """
 
     def __init__(
-        self, replay: Replay, documents: Sequence[Document], probe_documents: int, corrupted_documents: int, seed: int
+        self,
+        replay: Replay,
+        documents: Sequence[Document],
+        probe_documents: int,
+        corrupted_documents: int,
+        seed: int,
+        efforts: Sequence[float] = (),
     ):
         self.replay, self.documents, self.seed = replay, documents, seed
+        self.arms = (*ARMS, *map(effort_arm, efforts))
         long = [i for i, d in enumerate(documents) if len(d.passages[-1].target_ids) > 2 * MAX_PROBE_TOKENS]
         self.probed = _spread(long, probe_documents)
         self.corrupted = _spread(self.probed, corrupted_documents)
@@ -72,7 +82,7 @@ class DocumentReplay:
         results = []
         for passage in document.passages:
             source_kv = self.replay.read_source(passage, longest.source_kv)
-            scores = self.replay.score(passage, source_kv, donor=donor, native_cache=native_cache)
+            scores = self.replay.score(passage, source_kv, arms=self.arms, donor=donor, native_cache=native_cache)
             choices = len(passage.continuations) if len(passage.continuations) > 1 else None
             label = None if choices is None else passage.label
             result = PassageResult(document.key, document.capability, passage.turn, choices, label, scores)

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..cache_policy import cache_policy
 from ..compat import model_name, public_name
+from ..effort import check_efforts
 from ..errors import EvaluationDataError
 from ..identity import ModelIdentity
 from ..mapper import KVMapper
@@ -51,6 +52,7 @@ def evaluate_mapper(
     limit: int | None = None,
     sink_tokens: int | None = None,
     tail_tokens: int = 1,
+    efforts: Sequence[float] = (),
     false_alarm_rate: float = 0.05,
     probe_documents: int = 150,
     corrupted_documents: int = 60,
@@ -88,6 +90,10 @@ def evaluate_mapper(
         tail_tokens (`int`, *optional*, defaults to 1):
             Last tokens of each context that it reads itself, on top of the others, in all arms. What is measured with
             more than one holds for uses with as many: the gate asks for them.
+        efforts (`Sequence[float]`, *optional*, defaults to `()`):
+            Shares of the translated tokens, above 0 and up to 1: the translated cache is also scored with each of them
+            as `effort` of a [`TranslatedCache`] that is given the context. A gate then knows what an effort is worth,
+            and `effort="auto"` chooses among them.
         false_alarm_rate (`float`, *optional*, defaults to 0.05):
             Share of right translations that the probe may refuse, at most 0.5.
         probe_documents (`int`, *optional*, defaults to 150):
@@ -105,7 +111,8 @@ def evaluate_mapper(
     Raises:
         `PairMismatchError`, `TokenizerMismatchError`: the mapper is not for these models and tokenizers.
         `EvaluationDataError`: the data cannot be used, or `work_file` is of another evaluation.
-        `ValueError`: a number is out of range, or a model is in training mode.
+        `UnsupportedModelError`: there are `efforts`, and the target cannot read single tokens again.
+        `ValueError`: a number is out of range, an effort is there twice, or a model is in training mode.
 
     Example:
 
@@ -118,6 +125,7 @@ def evaluate_mapper(
     """
     if not 0 < false_alarm_rate <= 0.5:
         raise ValueError(f"`false_alarm_rate` must be above 0 and at most 0.5, got {false_alarm_rate}.")
+    check_efforts(efforts)
     check_not_negative(
         sink_tokens=sink_tokens, probe_documents=probe_documents, corrupted_documents=corrupted_documents
     )
@@ -169,13 +177,15 @@ def evaluate_mapper(
         "source_dtype": str(source.dtype).removeprefix("torch."),
         "target_dtype": str(target.dtype).removeprefix("torch."),
     }
+    if efforts:
+        about["settings"]["efforts"] = sorted(map(float, efforts))
     about["versions"] = _versions()
     # Ids depend on chat templates, too, which are no part of a tokenizer's identity.
     digest = hashlib.sha256(json.dumps([dataclasses.asdict(document) for document in documents]).encode())
     header = about | {"mapper": mapper.digest(), "documents": digest.hexdigest()}
 
     work = WorkFile(None if work_file is None else Path(work_file), header)
-    evaluation = DocumentReplay(replay, documents, probe_documents, corrupted_documents, seed)
+    evaluation = DocumentReplay(replay, documents, probe_documents, corrupted_documents, seed, efforts)
     done = len(work.records)
     numbers = range(done, len(documents))
     for number in logging.tqdm(numbers, desc="Evaluating", unit="document", initial=done, total=len(documents)):

@@ -13,10 +13,11 @@ from ..layer_table import layer_table
 from ..mapper import KVMapper
 from ..plotting import inline_svg, printable
 from . import plots
+from .arms import arm_name
 from .gate import FidelityGate
 from .report import FidelityReport
 from .statistics import layer_cosines
-from .tables import ARM_NAMES, Table, tables
+from .tables import Table, tables
 
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -111,7 +112,7 @@ def _layers_table(report: FidelityReport) -> Table:
     arms = [arm for arm in report.figures["arms"] if arm != "native"]
     cosines = [layer_cosines(report.results, arm) for arm in arms]
     rows = [[str(i), *(f"{value:.3f}" for value in values)] for i, values in enumerate(zip(*cosines, strict=True))]
-    return Table("Layer by layer", ["layer", *(ARM_NAMES[arm] for arm in arms)], rows, topic="layers")
+    return Table("Layer by layer", ["layer", *(arm_name(arm) for arm in arms)], rows, topic="layers")
 
 
 def _mapper_section(mapper: KVMapper) -> _Section:

@@ -1,11 +1,13 @@
 """The figures of a report, as pictures."""
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from ..plotting import new_figure, printable
+from .arms import arm_name, effort_arms
 from .report import FidelityReport
 from .statistics import layer_cosines
-from .tables import ARM_NAMES
 
 
 _COLOURS = {
@@ -16,7 +18,8 @@ _COLOURS = {
     "raw_source": "#7a4fa3",
     "random_map": "#b33a3a",
 }
-_COMPARED = ("native", "translated", "no_context")
+# Of efforts, the least first.
+_EFFORT_COLOURS = ("#2e9e8f", "#5fb56a", "#a3b83c", "#c9a227")
 # What goes further beyond the loss without any context, as a share of it, runs off a plot of losses.
 _HEADROOM = 0.3
 # More rows are for the table alone.
@@ -27,11 +30,11 @@ _LONGEST_NAME = 40
 def plot_arms(report: FidelityReport) -> Any:
     """Loss of each arm. Arms that are far worse than no context run off the axis, with their number beside them."""
     arms = report.figures["arms"]
-    losses = {ARM_NAMES[name]: arm["loss"] for name, arm in arms.items()}
+    losses = {arm_name(name): arm["loss"] for name, arm in arms.items()}
     end = arms.get("no_context", arms["translated"])["loss"] * (1 + _HEADROOM) or 1.0
-    figure = new_figure(7, 0.6 + 0.32 * len(arms))
+    figure, colours = new_figure(7, 0.6 + 0.32 * len(arms)), _colours(arms)
     axes = figure.subplots()
-    bars = axes.barh(list(losses), list(losses.values()), color=[_COLOURS[name] for name in arms], height=0.6)
+    bars = axes.barh(list(losses), list(losses.values()), color=[colours[name] for name in arms], height=0.6)
     for bar, loss in zip(bars, losses.values(), strict=True):
         axes.text(min(loss, end), bar.get_y() + 0.3, f" {loss:.2f}{' →' if loss > end else ''}", va="center")
     axes.set(xlabel="loss, nats per token (lower is better)", xlim=(0, end))
@@ -42,14 +45,18 @@ def plot_arms(report: FidelityReport) -> Any:
 def plot_capabilities(report: FidelityReport) -> Any:
     """Share of the gap that is recovered in each capability, with its interval, and by another document's cache."""
     groups = dict(list(report.figures["capabilities"].items())[:_MOST_ROWS])
-    figure = new_figure(7, 1.1 + 0.32 * len(groups))
+    colours, efforts = _colours(report.figures["arms"]), effort_arms(report.figures["arms"])
+    figure = new_figure(7, 1.1 + (0.32 + 0.12 * len(efforts)) * len(groups))
     axes = figure.subplots()
+    # Each effort on a line of its own, below that of the translated cache.
+    arms = [("translated", "o", 0.0), ("other_document", "D", 0.0)]
+    arms += [(arm, "o", 0.7 * number / (len(efforts) + 1)) for number, arm in enumerate(efforts, start=1)]
     for place, group in enumerate(groups.values()):
-        for arm, marker in (("translated", "o"), ("other_document", "D")):
+        for arm, marker, below in arms:
             share = group["arms"].get(arm, {}).get("gap_recovered")
             if share is not None:
-                axes.plot([share["low"], share["high"]], [place, place], color=_COLOURS[arm], linewidth=1.5)
-                axes.plot(share["value"], place, marker, color=_COLOURS[arm], label=ARM_NAMES[arm])
+                axes.plot([share["low"], share["high"]], [place + below] * 2, color=colours[arm], linewidth=1.5)
+                axes.plot(share["value"], place + below, marker, color=colours[arm], label=arm_name(arm))
     axes.set_yticks(range(len(groups)), [_short(name) for name in groups])
     axes.set(xlabel="gap recovered (0: as without the context, 1: as after reading it), 95 % intervals")
     axes.set_ylim(len(groups) - 0.5, -0.5)
@@ -60,20 +67,23 @@ def plot_capabilities(report: FidelityReport) -> Any:
 
 def plot_turns(report: FidelityReport) -> Any:
     """Loss of each arm, and the share of the gap that is recovered, turn by turn."""
-    turns = report.figures["turns"]
+    turns, efforts = report.figures["turns"], effort_arms(report.figures["arms"])
+    colours = _colours(report.figures["arms"])
     figure = new_figure(7, 2.8)
     losses, gaps = figure.subplots(1, 2)
-    for arm in _COMPARED:
+    for arm in ("native", "translated", *efforts, "no_context"):
         points = [(turn["turn"], turn["arms"][arm]["loss"]) for turn in turns if arm in turn["arms"]]
         if points:
-            losses.plot(*zip(*points, strict=True), "o-", color=_COLOURS[arm], label=ARM_NAMES[arm], markersize=4)
+            losses.plot(*zip(*points, strict=True), "o-", color=colours[arm], label=arm_name(arm), markersize=4)
     losses.set(xlabel="turn", ylabel="loss, nats per token", ylim=(0, None))
     losses.legend(fontsize=7, frameon=False)
     for turn in turns:
-        share = turn["arms"]["translated"]["gap_recovered"]
-        if share is not None:
-            gaps.plot([turn["turn"]] * 2, [share["low"], share["high"]], color=_COLOURS["translated"], linewidth=1.5)
-            gaps.plot(turn["turn"], share["value"], "o", color=_COLOURS["translated"])
+        for number, arm in enumerate(("translated", *efforts)):
+            share = turn["arms"][arm]["gap_recovered"]
+            if share is not None:
+                place = turn["turn"] + 0.12 * number
+                gaps.plot([place] * 2, [share["low"], share["high"]], color=colours[arm], linewidth=1.5)
+                gaps.plot(place, share["value"], "o", color=colours[arm])
     gaps.set(xlabel="turn", ylabel="gap recovered", xlim=losses.get_xlim())
     for axes in (losses, gaps):
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -86,10 +96,12 @@ def plot_layers(report: FidelityReport) -> Any:
     figure = new_figure(7, 2.6)
     axes = figure.subplots()
     style = {"markersize": 4, "clip_on": False}
-    for arm in ("translated", "other_document", "no_context"):
-        if arm in report.figures["arms"]:
+    arms = report.figures["arms"]
+    colours = _colours(arms)
+    for arm in ("translated", *effort_arms(arms), "other_document", "no_context"):
+        if arm in arms:
             cosines = layer_cosines(report.results, arm)
-            axes.plot(range(len(cosines)), cosines, "o-", color=_COLOURS[arm], label=ARM_NAMES[arm], **style)
+            axes.plot(range(len(cosines)), cosines, "o-", color=colours[arm], label=arm_name(arm), **style)
     axes.set(xlabel="target layer, among those that cache", ylabel="cosine with the native output", ylim=(None, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
     _legend_once(axes)
@@ -101,11 +113,13 @@ def plot_choices(report: FidelityReport) -> Any:
     tasks = dict(list(report.figures["choices"].items())[:_MOST_ROWS])
     figure = new_figure(7, 1.2 + 0.6 * len(tasks))
     axes = figure.subplots()
-    height = 0.8 / len(_COMPARED)
-    for number, arm in enumerate(_COMPARED):
-        places = [place + (number - 1) * height for place in range(len(tasks))]
+    arms, colours = report.figures["arms"], _colours(report.figures["arms"])
+    compared = ("native", "translated", *effort_arms(arms), "no_context")
+    height = 0.8 / len(compared)
+    for number, arm in enumerate(compared):
+        places = [place + (number - (len(compared) - 1) / 2) * height for place in range(len(tasks))]
         accuracies = [task["accuracy"].get(arm, 0) for task in tasks.values()]
-        axes.barh(places, accuracies, height * 0.9, color=_COLOURS[arm], label=ARM_NAMES[arm])
+        axes.barh(places, accuracies, height * 0.9, color=colours[arm], label=arm_name(arm))
     for place, task in enumerate(tasks.values()):
         axes.plot([task["chance"]] * 2, [place - 0.45, place + 0.45], ":", color="#b33a3a", label="chance")
     axes.set_yticks(range(len(tasks)), [_short(name) for name in tasks])
@@ -132,6 +146,11 @@ def plot_probe(report: FidelityReport) -> Any:
     )
     axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _colours(arms: Iterable[str]) -> dict[str, str]:
+    """Of each arm."""
+    return _COLOURS | dict(zip(effort_arms(arms), itertools.cycle(_EFFORT_COLOURS)))
 
 
 def _between_none_and_all(line: Any) -> None:

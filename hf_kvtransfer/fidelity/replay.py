@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..alignment.spans import encode_with_spans
 from ..compat import read_into_cache
+from ..effort import read_again
 from ..geometry import KVGeometry
 from ..identity import ModelIdentity
 from ..layers import install
@@ -18,8 +19,9 @@ from ..pair import check_pair
 from ..source import SourceKV
 from ..translation import Translation
 from .altered_maps import random_map, raw_source
+from .arms import ARMS, effort_of, in_order
 from .data import Passage
-from .results import ARMS, ArmScore
+from .results import ArmScore
 from .scoring import compare, read_continuations
 
 
@@ -40,6 +42,8 @@ class Replay:
 
     - `native`: the target's own prefill.
     - `translated`: what the mapper makes of the source's cache.
+    - `effort 0.15`, and with other shares: the same, with some of its tokens read again, as [`TranslatedCache`] with
+      this `effort` chooses them when it is given the context. What is scored, nobody sees before.
     - `other_document`: the same of another document, as far as both reach.
     - `no_context`: the tokens only that the target reads itself in every translation (attention sinks), at least one.
     - `raw_source`: the source's states as they are, under the target's rotary embedding.
@@ -153,8 +157,8 @@ class Replay:
             source_kv ([`SourceKV`], *optional*):
                 What the source has read of its context; by default it reads it now.
             arms (`Iterable[str]`, *optional*):
-                Of [`ARMS`], by default all of them. `native` is always there. `other_document` is left out without a
-                donor, `raw_source` where the two models cache other shapes.
+                Of [`ARMS`], by default all of them, and of efforts, see [`effort_arm`]. `native` is always there.
+                `other_document` is left out without a donor, `raw_source` where the two models cache other shapes.
             donor ([`Translation`], *optional*):
                 Of another document.
             native_cache ([`NativeCache`], *optional*):
@@ -162,22 +166,24 @@ class Replay:
                 context begins in another way.
 
         Returns:
-            `dict[str, ArmScore]`: In the order of [`ARMS`].
+            `dict[str, ArmScore]`: In the order of [`in_order`].
 
         Raises:
             `AlignmentError`, `PrefixMismatchError`: what the source has read is not the text of the target's context.
             `EvaluationDataError`: a loss is not finite.
+            `UnsupportedModelError`: an arm has an effort, and the target cannot read single tokens again.
         """
-        if unknown := sorted(set(arms := tuple(arms)) - set(ARMS)):
-            raise ValueError(f"`arms` holds {unknown}, known are {list(ARMS)}.")
+        arms = set(arms)
+        if unknown := sorted(arms - set(in_order(arms))):
+            raise ValueError(f"`arms` holds {unknown}, known are {list(ARMS)}, and efforts as 'effort 0.15'.")
         translation = self.translate(passage, self.read_source(passage) if source_kv is None else source_kv)
         cache = self._read(passage.target_ids[:-1], native_cache)
         native = read_continuations(self.target, cache, passage, passage.target_ids[-1:])
         scores = {"native": compare("native", native, native, passage)}
         # The same in all other arms: a template's last tokens are no merit of the cache before them.
         tail = passage.target_ids[translation.length :]
-        for arm in ARMS[1:]:
-            cache = self._cache(arm, translation, donor, passage) if arm in arms else None
+        for arm in in_order(arms - {"native"}):
+            cache = self._cache(arm, translation, donor, passage)
             if cache is not None:
                 reading = read_continuations(self.target, cache, passage, tail)
                 scores[arm] = compare(arm, reading, native, passage)
@@ -190,6 +196,8 @@ class Replay:
         if arm == "no_context":
             return self._read(passage.target_ids[: min(max(self.sink_tokens, 1), translation.length)])
         length = translation.length
+        if effort := effort_of(arm):
+            return install(self._empty_cache(), read_again(translation, translation, effort)[0])
         if arm == "other_document":
             if donor is None:
                 return None

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import EvidenceError
+from .arms import ARMS, in_order
 
-
-# Ways for the target to continue. All but the first two are controls.
-ARMS = ("native", "translated", "other_document", "no_context", "raw_source", "random_map")
 
 # Measured numbers are kept to this many significant digits: enough for figures to hold to 1e-6.
 _DIGITS = 7
@@ -82,7 +80,7 @@ class PassageResult:
         label (`int`, *optional*):
             Index of the right ending.
         arms (`dict[str, ArmScore]`):
-            By name, see [`ARMS`].
+            By name, see [`ARMS`], and of the translated cache with efforts, see [`effort_arm`].
     """
 
     document: str
@@ -130,8 +128,10 @@ class PassageResult:
             self.choices is not None and not _is_count(self.label, 0, self.choices - 1)
         ):
             return f"`label` is {self.label!r} with {self.choices!r} choices"
-        if "native" not in self.arms or not self.arms.keys() <= set(ARMS):
-            return f"its arms are {sorted(self.arms)}: 'native' is always there, the others are of {ARMS[1:]}"
+        if "native" not in self.arms or not self.arms.keys() <= set(in_order(self.arms)):
+            return (
+                f"its arms are {sorted(self.arms)}: 'native' is always there, the others are of {ARMS[1:]} or efforts"
+            )
         for name, score in self.arms.items():
             problem = score.problem(self.choices)
             if problem:

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from .results import ARMS, PassageResult, check_results
+from .arms import in_order
+from .results import PassageResult, check_results
 
 
 # The standard error of an agreement is then at most 2.6 percentage points.
@@ -65,7 +66,7 @@ class _Scores:
 
     def __init__(self, results: Sequence[PassageResult], intervals: bool):
         self.intervals = intervals
-        self.arms = [arm for arm in ARMS if arm in results[0].arms]
+        self.arms = in_order(results[0].arms)
         self.documents = np.unique([row.document for row in results], return_inverse=True)[1]
         self.capabilities = np.array([row.capability for row in results])
         self.turns = np.array([row.turn or 0 for row in results])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from .arms import arm_name, effort_arms
 from .statistics import MIN_DOCUMENTS, MIN_POSITIONS
 
 
@@ -12,14 +13,6 @@ if TYPE_CHECKING:
     from .report import FidelityReport
 
 
-ARM_NAMES = {
-    "native": "its own prefill",
-    "translated": "the translated cache",
-    "other_document": "a translated cache of another document",
-    "no_context": "no context (first tokens only)",
-    "raw_source": "the source's cache, not translated",
-    "random_map": "a random map of the same shapes",
-}
 _GROUP_HEADER = [
     "native loss",
     "translated loss",
@@ -93,7 +86,7 @@ def tables(report: FidelityReport) -> list[Table]:
 def _arms_table(figures: dict[str, Any], native_layers: int | None) -> Table:
     rows = [
         [
-            ARM_NAMES[name],
+            arm_name(name),
             _decimal(arm["loss"]),
             _decimal(arm["agreement"]),
             _decimal(arm["kl"]),
@@ -132,7 +125,7 @@ def _capabilities_table(capabilities: dict[str, Any]) -> Table:
         [name, f"{group['documents']:,}", f"{group['positions']:,}", *_group_cells(group["arms"])]
         for name, group in capabilities.items()
     ]
-    header = ["capability", "documents", "positions", *_GROUP_HEADER]
+    header = ["capability", "documents", "positions", *_group_header(next(iter(capabilities.values()))["arms"])]
     return Table("Capability by capability", header, rows, topic="capabilities")
 
 
@@ -143,11 +136,12 @@ def _turns_table(figures: dict[str, Any]) -> Table:
     ]
     late = figures["late_turns"]
     rows.append(["late turns", _ABSENT, _ABSENT, *_group_cells(late["arms"])])
-    header = ["turn", "dialogues", "positions", *_GROUP_HEADER]
+    header = ["turn", "dialogues", "positions", *_group_header(late["arms"])]
     return Table("Turn by turn", header, rows, f"Late turns: all turns, {late['weights']}.", "turns")
 
 
 def _choices_table(choices: dict[str, Any]) -> Table:
+    efforts = effort_arms(next(iter(choices.values()))["accuracy"])
     rows = [
         [
             name,
@@ -156,10 +150,12 @@ def _choices_table(choices: dict[str, Any]) -> Table:
             *(_decimal(task["accuracy"].get(arm)) for arm in ("native", "translated", "no_context")),
             _decimal(task["agreement"].get("translated")),
             _share(task["retention"]),
+            *(_decimal(task["accuracy"][arm]) for arm in efforts),
         ]
         for name, task in choices.items()
     ]
     header = ["capability", "items", "chance", "native", "translated", "no context", "choice as native", "retention"]
+    header += efforts
     note = (
         "Accuracies. Retention: (translated - chance) / (native - chance) [95 % interval], left out where native is "
         f"not clearly above chance and on fewer than {MIN_DOCUMENTS} items."
@@ -190,6 +186,10 @@ def _probe_table(probe: dict[str, Any]) -> Table:
     return Table("Probe", header, rows, note, "probe")
 
 
+def _group_header(arms: dict[str, dict]) -> list[str]:
+    return [*_GROUP_HEADER, *(f"gap, {arm}" for arm in effort_arms(arms))]
+
+
 def _group_cells(arms: dict[str, dict]) -> list[str]:
     absent = {"loss": None, "agreement": None, "gap_recovered": None}
     native, translated, no_context, other = (
@@ -202,6 +202,7 @@ def _group_cells(arms: dict[str, dict]) -> list[str]:
         _decimal(translated["agreement"]),
         _share(translated["gap_recovered"]),
         _decimal(other["gap_recovered"] and other["gap_recovered"]["value"]),
+        *(_share(arms[arm]["gap_recovered"]) for arm in effort_arms(arms)),
     ]
 
 

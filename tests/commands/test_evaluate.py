@@ -85,6 +85,16 @@ def test_capabilities_and_turns(mapper, models, files, run):
     assert "Turn by turn" in result.stdout
 
 
+def test_efforts(short, run, mapper):
+    result = run(*short, "--effort", 0.5, "--effort", 0.2)
+    report = FidelityReport.load(mapper)
+    assert report.settings["efforts"] == [0.2, 0.5]
+    assert "the same, effort 0.2" in result.stdout and "gap, effort 0.5" in result.stdout
+    result = run(*short, "--effort", 0.5, "--effort", 0.5)
+    assert result.exit_code == 2
+    assert "must be different ones" in message(result)
+
+
 def test_other_output(short, run, mapper, tmp_path):
     result = run(*short, "--output", tmp_path / "new" / "evidence")
     assert FidelityReport.load(tmp_path / "new" / "evidence").figures["positions"] == 12

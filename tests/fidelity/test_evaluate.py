@@ -24,11 +24,11 @@ from hf_kvtransfer import (
     RefusedError,
     SourceKV,
 )
-from hf_kvtransfer.compat import cache_argument
+from hf_kvtransfer.compat import cache_argument, read_into_cache, token_losses
+from hf_kvtransfer.fidelity.arms import ARMS
 from hf_kvtransfer.fidelity.corruptions import CORRUPTIONS
 from hf_kvtransfer.fidelity.evaluate import evaluate_mapper
 from hf_kvtransfer.fidelity.replay import Replay
-from hf_kvtransfer.fidelity.results import ARMS
 from hf_kvtransfer.fidelity.tail_reading import MAX_PROBE_TOKENS
 from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
@@ -115,6 +115,55 @@ def test_arguments_reach_the_measurement(pair, rows):
     (first, *_), target = report.results, pair[2]
     read, continuation = rows[0][:2] + rows[0][CONTEXT - 4 : CONTEXT], rows[0][CONTEXT : CONTEXT + 5]
     assert first.arms["no_context"].loss == pytest.approx(loss(log_probs(target, read, continuation), continuation))
+
+
+@pytest.fixture(scope="module")
+def noisy(pair):
+    """The pair with a mapper that is a little wrong."""
+    mapper, source, target = pair
+    mapper, generator = copy.deepcopy(mapper), torch.Generator().manual_seed(0)
+    for layer in mapper.layers:
+        layer.weight.data += 0.03 * torch.randn(layer.weight.shape, generator=generator)
+    return mapper, source, target
+
+
+def test_efforts_are_arms_of_their_own(noisy, rows, tmp_path, monkeypatch):
+    mapper, source, target = noisy
+    plain = evaluate_mapper(*noisy, rows, **SHORT)
+    assert "efforts" not in plain.settings
+    given = SHORT | {"efforts": (1, 0.25), "work_file": tmp_path / "work.jsonl"}
+    with monkeypatch.context() as patch:
+        Interrupted(patch, stop_at=2)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_mapper(*noisy, rows, **given)
+    report = evaluate_mapper(*noisy, rows, **given)
+    assert report.settings["efforts"] == [0.25, 1.0]
+    assert list(report.figures["arms"])[:4] == ["native", "translated", "effort 0.25", "effort 1.0"]
+    for row, other in zip(report.results, plain.results, strict=True):
+        assert {arm: row.arms[arm] for arm in ARMS} == other.arms
+    losses = {arm: figures["loss"] for arm, figures in report.figures["arms"].items()}
+    assert losses["effort 1.0"] == pytest.approx(losses["native"], abs=1e-4) != losses["translated"]
+    assert abs(losses["effort 0.25"] - losses["native"]) < abs(losses["translated"] - losses["native"])
+    # What a cache with this effort gives.
+    for row, result in zip(rows, report.results, strict=True):
+        ids = torch.tensor([row])
+        source_kv = SourceKV.prefill(source, None, ids[:, :CONTEXT])
+        cache = ungated_cache(source_kv, mapper, target, input_ids=ids[:, :CONTEXT], effort=0.25)
+        logits = read_into_cache(target, cache, ids[:, CONTEXT - 1 : -1], num_logits=CONTINUATION)
+        expected = float(token_losses(logits, ids[:, CONTEXT:]).sum())
+        assert result.arms["effort 0.25"].loss == pytest.approx(expected, abs=1e-4)
+    assert as_json(FidelityReport.load(report.save(tmp_path))) == as_json(report)
+    with pytest.raises(EvaluationDataError, match="settings.efforts was .* and is None"):
+        evaluate_mapper(*noisy, rows, **given | {"efforts": ()})
+
+
+@pytest.mark.parametrize(
+    ("efforts", "reason"),
+    [((0.1, 0.1), "must be different ones"), ((0.0,), "holds 0"), ((1.2,), "`effort` must be between 0")],
+)
+def test_efforts_that_cannot_be_measured(pair, rows, efforts, reason):
+    with pytest.raises(ValueError, match=reason):
+        evaluate_mapper(*pair, rows, **SHORT, efforts=efforts)
 
 
 class Interrupted:

@@ -20,9 +20,9 @@ from hf_kvtransfer import (
 from hf_kvtransfer.alignment.spans import encode_with_spans
 from hf_kvtransfer.compat import read_into_cache
 from hf_kvtransfer.fidelity import replay as replay_module
+from hf_kvtransfer.fidelity.arms import ARMS
 from hf_kvtransfer.fidelity.data import Passage
 from hf_kvtransfer.fidelity.replay import NativeCache, Replay
-from hf_kvtransfer.fidelity.results import ARMS
 from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 
 from ..tiny_models import FAMILIES, identity_mapper, plant, random_ids, tiny_model, with_native_layers
