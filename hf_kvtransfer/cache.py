@@ -1,6 +1,7 @@
 """What `generate` sees: a `DynamicCache` that is translated, or empty if the translation cannot be trusted."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .admission import Admission
-from .effort import check_effort, read_again
+from .effort import Effort, check_effort, read_again
 from .errors import KVTransferError, PrefixMismatchError, RefusedError
 from .fidelity.gate import FidelityGate
 from .fidelity.tail_probe import probe_tail
@@ -72,11 +73,12 @@ class TranslatedCache(RestoringCache):
             of them with the bands in the mapper's evidence: 8, 16 or 32, other numbers are rounded down to one of
             these, and contexts of less than twice as many tokens are probed with fewer, below 16 not at all. By
             default as many as the evidence recommends; 0 for no probe.
-        effort (`float`, *optional*, defaults to 0):
+        effort (`float` or `"auto"`, *optional*, defaults to 0):
             Share of the translated tokens that the target reads again, from 0, where all are translated, to 1, which
             is a prefill. It reads them at once, on top of the others: those that the end of `input_ids` attends to, if
             at least 4 tokens of it are not translated, or else those of which its own first layers make something
-            else. Rows must be without padding. The probe is of the translation, before.
+            else. Rows must be without padding. The probe is of the translation, before. `"auto"` is the least of 0
+            and the efforts that the mapper's evidence has measured with which the gate admits it.
         storage (`Cache`, *optional*):
             How the target's tokens are stored: an empty cache of transformers, made with the target's config, whose
             layers are copied. `StaticCache(target.config, max_cache_len=4096)` for a compiled decode,
@@ -122,7 +124,7 @@ class TranslatedCache(RestoringCache):
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
         probe_tokens: int | None = None,
-        effort: float = 0.0,
+        effort: Effort = 0.0,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
         policy: "TransferPolicy | None" = None,
@@ -130,23 +132,29 @@ class TranslatedCache(RestoringCache):
         revision: str | None = None,
     ):
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
-        check_effort(effort)
+        check_effort(effort, may_be_auto=True)
         if not isinstance(source, SourceKV) and (source_model is None or source_input_ids is None):
             raise ValueError(
                 f"`source` is a {type(source).__name__}: pass `source_model` and `source_input_ids` with it."
             )
         self._begin(target, storage, on_refusal, mapper.name if isinstance(mapper, KVMapper) else str(mapper))
-        if policy is not None and not self._is_worth_it(policy, source, source_input_ids, effort, input_ids):
-            return
-        admission = Admission(gate, target, target_tokenizer, sink_tokens, tail_tokens, storage, revision)
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, tail_tokens, storage, effort, revision)
+
+        @functools.cache
+        def source_kv() -> SourceKV:
+            if isinstance(source, SourceKV):
+                return source
+            return SourceKV.from_cache(source, source_model, source_input_ids, tokenizer=source_tokenizer)
+
+        if policy is not None:
+            foreseen = admission.foresee_effort(mapper, source_kv)
+            if not self._is_worth_it(policy, source, source_input_ids, foreseen, input_ids):
+                return
 
         def bind() -> Translation:
-            source_kv = source
-            if not isinstance(source_kv, SourceKV):
-                source_kv = SourceKV.from_cache(source_kv, source_model, source_input_ids, tokenizer=source_tokenizer)
             return Translation(
-                source_kv,
-                admission.admit(mapper, source_kv),
+                source_kv(),
+                admission.admit(mapper, source_kv()),
                 target,
                 target_tokenizer=target_tokenizer,
                 input_ids=input_ids,
@@ -155,7 +163,7 @@ class TranslatedCache(RestoringCache):
                 tail_tokens=tail_tokens,
             )
 
-        self._stand_for(bind, admission, probe_tokens, effort)
+        self._stand_for(bind, admission, probe_tokens)
 
     @classmethod
     def from_segments(
@@ -170,7 +178,7 @@ class TranslatedCache(RestoringCache):
         sink_tokens: int | None = None,
         tail_tokens: int = 1,
         probe_tokens: int | None = None,
-        effort: float = 0.0,
+        effort: Effort = 0.0,
         storage: Cache | None = None,
         gate: FidelityGate | None = None,
         on_refusal: OnRefusal = "recompute",
@@ -205,7 +213,7 @@ class TranslatedCache(RestoringCache):
             [`KVTransferError`]: with `on_refusal="raise"`, also for a single segment that cannot be translated.
         """
         check_not_negative(sink_tokens=sink_tokens, tail_tokens=tail_tokens, probe_tokens=probe_tokens)
-        check_effort(effort)
+        check_effort(effort, may_be_auto=True)
         held = 0 if prefix is None else int(prefix.get_seq_length())
         first = min(segments[0].start, held) if segments else held
         num_tokens = input_ids.shape[1]
@@ -214,12 +222,12 @@ class TranslatedCache(RestoringCache):
         binding = SegmentBinding(target, target_tokenizer, input_ids, attention_mask, length, prefix, first)
         cache = cls.__new__(cls)
         cache._begin(target, storage, on_refusal, "no mapper")
-        admission = Admission(gate, target, target_tokenizer, sink_tokens, None, storage)
+        admission = Admission(gate, target, target_tokenizer, sink_tokens, None, storage, effort)
 
         def bind() -> SegmentedTranslation:
             return binding.bind(segments, admission, sink_tokens, raises=on_refusal == "raise")
 
-        cache._stand_for(bind, admission, probe_tokens, effort, binding.prefix)
+        cache._stand_for(bind, admission, probe_tokens, binding.prefix)
         known = getattr(prefix, "translated_mask", None)
         if known is not None and known.numel():
             known = known[:, : cache._num_prefix]
@@ -241,7 +249,6 @@ class TranslatedCache(RestoringCache):
         bind: Callable[[], Translation | SegmentedTranslation],
         admission: Admission,
         probe_tokens: int | None,
-        effort: float,
         prefix: SegmentedTranslation | None = None,
     ) -> None:
         """Hold what `bind` gives if nothing speaks against it, else the prefix, if there is one."""
@@ -256,12 +263,18 @@ class TranslatedCache(RestoringCache):
                 raise RefusedError(f"The translated cache does not stand for this context: {probe}.")
             translated, probed = translation.translated_mask.clone(), 0 if probe is None else probe.tokens
             translated[:, translation.length - probed :] = False
-            if effort:
-                translator, read = read_again(translation, translator, effort, probed)
+            if admission.effort:
+                translator, read = read_again(translation, translator, admission.effort, probed)
                 translated &= ~read
             outcome = "translated" if translation.segments else "recomputed"
             self.report = TransferReport.make(
-                outcome, translation, int(translated.sum()), verdict=admission.verdict, probe=probe
+                outcome,
+                translation,
+                int(translated.sum()),
+                verdict=admission.verdict,
+                probe=probe,
+                effort=admission.effort,
+                effort_reasons=admission.effort_reasons,
             )
         # Whatever fails while nothing has been used yet costs time only; wrong arguments were refused before.
         except Exception as error:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -23,12 +24,19 @@ _NUM_BEFORE = 6
 # A token that deviates by less than this share of the mean is right: rounding in bfloat16 stays below.
 _RIGHT = 1e-3
 
+# A share, or the least one that the gate admits.
+Effort = float | Literal["auto"]
 
-def check_effort(effort: float) -> None:
-    """Raise `ValueError` if it is no share."""
-    if not 0 <= effort <= 1:
+
+def check_effort(effort: float | str, may_be_auto: bool = False) -> None:
+    """Raise `ValueError` if it is no share, nor `"auto"` where it may be."""
+    if may_be_auto and effort == "auto":
+        return
+    if isinstance(effort, str) or not 0 <= effort <= 1:
+        auto = ', or "auto"' if may_be_auto else ""
         raise ValueError(
-            f"`effort` must be between 0, where all is translated, and 1, where the target reads it all, got {effort}."
+            "`effort` must be between 0, where all is translated, and 1, where the target reads it all"
+            f"{auto}, got {effort!r}."
         )
 
 

@@ -45,6 +45,10 @@ class TransferReport:
             Share of the target's tokens behind which a source token stands.
         boundary_share (`float`):
             Share of those that end where their source token ends.
+        effort (`float`):
+            Share of the translated tokens that the target was to read again.
+        effort_reasons (`tuple[str, ...]`):
+            Why not less, where the gate has chosen it (`effort="auto"`).
         layer_seconds (`dict[int, float]`):
             How long the translation of each layer took, what native layers took in the first of them. Filled as
             layers are translated.
@@ -63,6 +67,8 @@ class TransferReport:
     native_layers: int | None = None
     coverage: float = 0.0
     boundary_share: float = 0.0
+    effort: float = 0.0
+    effort_reasons: tuple[str, ...] = ()
     layer_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -80,6 +86,8 @@ class TransferReport:
         *,
         verdict: Verdict | None = None,
         probe: ProbeResult | None = None,
+        effort: float = 0.0,
+        effort_reasons: Sequence[str] = (),
     ) -> "TransferReport":
         """A report with the counts of a translation, of which the target has not read so many tokens itself."""
         mappers = list({id(segment.mapper): segment.mapper for segment in translation.segments}.values())
@@ -97,6 +105,8 @@ class TransferReport:
             native_layers=None if None in native_layers else min(native_layers, default=None),
             coverage=translation.coverage,
             boundary_share=translation.boundary_share,
+            effort=effort,
+            effort_reasons=tuple(effort_reasons),
             layer_seconds=translation.layer_seconds,
         )
 
@@ -108,11 +118,14 @@ class TransferReport:
         if self.outcome == "recomputed":
             return "\n  - ".join([f"{mapper}: the target reads the context itself", *self.reasons])
         notes = "" if self.native_layers is None else f"; layers 0 to {self.native_layers} are the target's own"
+        notes += f"; effort {self.effort:g}" if self.effort else ""
         notes += "" if self.probe is None else f"; {self.probe}"
         text = (
             f"{mapper}: {self.translated_tokens} tokens translated, {self.native_tokens} read by the target, "
             f"{self.held_back_tokens} held back (source: {self.source_tokens}, coverage {self.coverage:.0%}){notes}"
         )
+        if self.effort_reasons:
+            text = "\n  - ".join([f"{text}; less is refused", *self.effort_reasons])
         if self.reasons:
             text = "\n  - ".join([f"{text}; not everything could be translated", *self.reasons])
         if self.verdict is not None and self.verdict.reasons:

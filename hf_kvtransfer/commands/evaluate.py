@@ -109,6 +109,7 @@ def evaluate(
         work_file.unlink(missing_ok=True)
 
     from ..effort import check_efforts
+    from ..fidelity.effort_advice import effort_advice
     from ..fidelity.evaluate import evaluate_mapper
     from ..fidelity.gate import FidelityGate
 
@@ -150,7 +151,8 @@ def evaluate(
         output.print_json(verdict, loaded.evidence, file=str(file))
     else:
         output.print_report(loaded.evidence)
-        output.print_verdict(verdict, f"The evidence is in {file}.")
+        advice = effort_advice(gate, verdict, loaded.evidence)
+        output.print_verdict(verdict, f"{f'{advice} ' if advice else ''}The evidence is in {file}.")
     raise typer.Exit(0 if verdict.admitted else 1)
 
 

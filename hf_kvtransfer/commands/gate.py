@@ -53,6 +53,7 @@ def gate(
     report_page.check(page)
 
     from ..errors import EvidenceError
+    from ..fidelity.effort_advice import effort_advice
     from ..fidelity.gate import FidelityGate
 
     loaded = loading.load_mapper(mapper, revision)
@@ -73,5 +74,6 @@ def gate(
     else:
         if report is not None:
             output.print_report(report, probe)
-        output.print_verdict(verdict, EVIDENCE_ALONE if source is None else None)
+        remarks = [effort_advice(judge, verdict, report), EVIDENCE_ALONE if source is None else None]
+        output.print_verdict(verdict, " ".join(filter(None, remarks)))
     raise typer.Exit(0 if verdict.admitted else 1)

@@ -39,6 +39,11 @@ def effort_arms(arms: Iterable[str]) -> list[str]:
     return [effort_arm(effort) for effort in sorted(filter(None, map(effort_of, arms)))]
 
 
+def arm_at(arms: Iterable[str], effort: float) -> str:
+    """What was measured of an effort: the arm with the largest one that is not above it, or without any."""
+    return max((arm for arm in arms if (own := effort_of(arm)) is not None and own <= effort), key=effort_of)
+
+
 def in_order(arms: Iterable[str]) -> list[str]:
     """Those that are arms, as they are shown: native, translated, with one effort after the other, controls."""
     arms = set(arms)

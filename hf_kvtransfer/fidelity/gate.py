@@ -6,19 +6,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from ..cache_policy import cache_policy
+from ..effort import check_effort
 from ..errors import EvidenceError
-from ..exactness import exact_layers
 from ..identity import ModelIdentity
 from ..mapper import KVMapper
 from ..source import SourceKV
+from .arms import arm_at, effort_of
+from .no_evidence import without_evidence
 from .report import FidelityReport
 from .statistics import MIN_DOCUMENTS, MIN_POSITIONS
-
-
-NO_EVIDENCE = (
-    "it has no evidence (fidelity.json): nobody has measured what it is worth. Run `hf-kvtransfer evaluate`, or "
-    "`evaluate_mapper`, on text of your own"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +31,22 @@ class Verdict:
             Whether the gate was strict.
         mapper (`str`):
             The mapper's name.
+        effort (`float`, *optional*, defaults to 0):
+            Of the target, with which it was judged.
     """
 
     admitted: bool
     reasons: tuple[str, ...]
     strict: bool
     mapper: str
+    effort: float = 0.0
 
     def __str__(self) -> str:
         word = "admitted" if self.admitted else "refused"
         if self.admitted and self.reasons:
             word = "admitted by a gate that is not strict, in spite of this"
+        if self.effort:
+            word = f"with an effort of {self.effort:g} {word}"
         return "\n  - ".join([f"{self.mapper}: {word}", *self.reasons])
 
 
@@ -114,6 +115,7 @@ class FidelityGate:
         sink_tokens: int | None = None,
         tail_tokens: int | None = None,
         target_cache: Cache | None = None,
+        effort: float = 0.0,
     ) -> Verdict:
         """
         Decide whether a mapper may be used on a pair of models.
@@ -137,16 +139,22 @@ class FidelityGate:
                 measured. Not fewer.
             target_cache (`Cache`, *optional*):
                 What the target's tokens will be stored in, by default the cache that `generate` makes for it.
+            effort (`float`, *optional*, defaults to 0):
+                Share of the translated tokens that the target is to read again, see [`FidelityGate.judge`].
 
         Returns:
             [`Verdict`]
+
+        Raises:
+            `ValueError`: `effort` is no share.
         """
+        check_effort(effort)
         try:
             report = mapper.evidence
         except EvidenceError as error:
-            return self.verdict(mapper.name, [str(error)])
+            return self.verdict(mapper.name, [str(error)], effort)
         if report is None:
-            return self.verdict(mapper.name, _without_evidence(mapper, source, target, target_cache))
+            return self.verdict(mapper.name, without_evidence(mapper, source, target, target_cache), effort)
         reasons = []
         if report.mapper["digest"] != mapper.digest():
             reasons.append("its evidence is about another mapper: its weights or its layout have changed since")
@@ -166,15 +174,28 @@ class FidelityGate:
             identity = ModelIdentity.from_model(target, target_tokenizer)
             policy = cache_policy(target if target_cache is None else target_cache)
             reasons += self._compare(report, "target", identity, policy)
-        return self.verdict(mapper.name, reasons + self.judge(report))
+        return self.verdict(mapper.name, reasons + self.judge(report, effort), effort)
 
-    def judge(self, report: FidelityReport) -> list[str]:
+    def judge(self, report: FidelityReport, effort: float = 0.0) -> list[str]:
         """
         What a report's figures leave to be desired, whatever the models at hand.
 
+        Args:
+            report ([`FidelityReport`]):
+                An evaluation.
+            effort (`float`, *optional*, defaults to 0):
+                Share of the translated tokens that the target is to read again. The thresholds are asked of the
+                largest measured one that is not above it, since to read more brings the cache nearer to a prefill; if
+                there is none, of the translation as it is. Controls are compared with that in any case: what the
+                target reads itself is no merit of the maps.
+
         Returns:
             `list[str]`: Empty if every threshold is met.
+
+        Raises:
+            `ValueError`: `effort` is no share.
         """
+        check_effort(effort)
         reasons: list[str] = []
         figures = report.figures
         if self.capabilities is not None:
@@ -187,10 +208,12 @@ class FidelityGate:
                 f"only {figures['positions']} positions were scored, at least {self.min_positions} are needed to "
                 "admit anything"
             )
+        arm = arm_at(figures["arms"], effort)
+        at = f"with an effort of {measured:g} " if (measured := effort_of(arm)) else ""
         gaps = {
             name: gap["value"]
             for name, capability in figures["capabilities"].items()
-            if (gap := capability["arms"]["translated"]["gap_recovered"]) is not None
+            if (gap := capability["arms"][arm]["gap_recovered"]) is not None
         }
         overall = figures["arms"]["translated"]["gap_recovered"]
         if figures["documents"] < MIN_DOCUMENTS:
@@ -202,28 +225,28 @@ class FidelityGate:
         elif min(gaps.values()) < self.min_gap_recovered:
             worst = min(gaps, key=gaps.__getitem__)
             reasons.append(
-                f"it recovers {gaps[worst]:.2f} of the gap in its worst capability ({worst}), at least "
+                f"{at}it recovers {gaps[worst]:.2f} of the gap in its worst capability ({worst}), at least "
                 f"{self.min_gap_recovered} is asked for"
             )
         reasons += [
-            f"in capability {name} the target does worse on the translated cache than without any context"
+            f"{at}in capability {name} the target does worse on the translated cache than without any context"
             for name, capability in figures["capabilities"].items()
             if name not in gaps
             and capability["documents"] >= MIN_DOCUMENTS
-            and capability["arms"]["translated"]["loss"] > capability["arms"]["no_context"]["loss"]
+            and capability["arms"][arm]["loss"] > capability["arms"]["no_context"]["loss"]
         ]
-        late_turns = figures["late_turns"] and figures["late_turns"]["arms"]["translated"]["gap_recovered"]
+        late_turns = figures["late_turns"] and figures["late_turns"]["arms"][arm]["gap_recovered"]
         if figures["late_turns"] and late_turns is None:
             reasons.append("the dialogues are too few, or the context matters too little in them, to judge late turns")
         elif late_turns and late_turns["value"] < self.min_late_turns:
             reasons.append(
-                f"it recovers {late_turns['value']:.2f} of the gap in dialogues, late turns weighted most, at least "
-                f"{self.min_late_turns} is asked for"
+                f"{at}it recovers {late_turns['value']:.2f} of the gap in dialogues, late turns weighted most, at "
+                f"least {self.min_late_turns} is asked for"
             )
         arms = figures["arms"]
-        if arms["translated"]["agreement"] < self.min_agreement:
+        if arms[arm]["agreement"] < self.min_agreement:
             reasons.append(
-                f"the next token is the native one in {arms['translated']['agreement']:.2f} of the positions, at "
+                f"{at}the next token is the native one in {arms[arm]['agreement']:.2f} of the positions, at "
                 f"least {self.min_agreement} is asked for"
             )
         for name, looks_at in (("other_document", "the content"), ("random_map", "the maps")):
@@ -259,39 +282,6 @@ class FidelityGate:
             if policy is not None and bool(policy.get(key)) != bool(measured.get(key))
         ]
 
-    def verdict(self, mapper: str, reasons: list[str]) -> Verdict:
-        """What follows from all that speaks against the mapper of this name."""
-        return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper)
-
-
-def _without_evidence(
-    mapper: KVMapper,
-    source: PreTrainedModel | SourceKV | None,
-    target: PreTrainedModel | None,
-    target_cache: Cache | None,
-) -> list[str]:
-    """
-    What speaks against a mapper that nobody has measured: nothing, if it copies layers that are the same in both
-    models. That is no claim of the mapper's: it is looked at in the models themselves, each time.
-    """
-    if source is None or target is None or not mapper.config.copies_layers:
-        return [NO_EVIDENCE]
-    if isinstance(source, SourceKV):
-        identity, policies = source.identity, {"source": source.cache_policy or {}}
-        firsts = zip(source.position_ids, source.attention_mask.bool(), strict=True)
-        if any(positions[mask][:1].any() for positions, mask in firsts):
-            return [f"the source has read more before these tokens, and {NO_EVIDENCE}"]
-    else:
-        identity, policies = ModelIdentity.from_model(source), {"source": cache_policy(source)}
-    policies["target"] = cache_policy(target if target_cache is None else target_cache)
-    exact = exact_layers(identity, target).layers
-    others = [i for i in mapper.config.mapped_layers if i not in exact]
-    if others:
-        same = "no layer is" if not exact else f"layers {exact[0]} to {exact[-1]} are"
-        return [f"{same} the same in both models, and of layers {others[0]} to {others[-1]} {NO_EVIDENCE}"]
-    return [
-        f"the {side}'s cache is {key}, and {NO_EVIDENCE}"
-        for side, policy in policies.items()
-        for key in ("quantized", "evicting")
-        if policy.get(key)
-    ]
+    def verdict(self, mapper: str, reasons: list[str], effort: float = 0.0) -> Verdict:
+        """What follows from all that speaks against the mapper of this name, with an effort of the target's."""
+        return Verdict(not reasons or not self.strict, tuple(reasons), self.strict, mapper, effort)

@@ -14,6 +14,7 @@ from ..mapper import KVMapper
 from ..plotting import inline_svg, printable
 from . import plots
 from .arms import arm_name
+from .effort_advice import effort_advice
 from .gate import FidelityGate
 from .report import FidelityReport
 from .statistics import layer_cosines
@@ -86,6 +87,10 @@ def report_html(report: FidelityReport, mapper: KVMapper | None = None, gate: Fi
         `ImportError`: matplotlib is not installed.
     """
     gate = FidelityGate() if gate is None else gate
+    if mapper is None:
+        verdict = gate.verdict(report.mapper["name"], gate.judge(report))
+    else:
+        verdict = gate.admit(mapper, None, None)
     environment = jinja2.Environment(
         autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -95,7 +100,8 @@ def report_html(report: FidelityReport, mapper: KVMapper | None = None, gate: Fi
         target=report.target["identity"].get("name"),
         key_figures=_key_figures(report.figures),
         gate=gate,
-        reasons=gate.judge(report) if mapper is None else gate.admit(mapper, None, None).reasons,
+        reasons=verdict.reasons,
+        advice=effort_advice(gate, verdict, report),
         sections=list(_sections(report)),
         mapper_section=None if mapper is None else _mapper_section(mapper),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..fidelity.effort_advice import effort_advice
 from ..fidelity.gate import FidelityGate, Verdict
 from ..fidelity.report import FidelityReport
 from ..fidelity.tables import tables
@@ -111,14 +112,15 @@ def mapper_card(
         model_name=repo_id.rpartition("/")[2],
         eval_results=_eval_results(report) or None,
     )
-    verdict = FidelityGate().admit(mapper, None, None)
+    gate = FidelityGate()
+    verdict = gate.admit(mapper, None, None)
     return ModelCard.from_template(
         metadata,
         template_str=_TEMPLATE,
         source=source,
         target=target,
         repo_id=repo_id,
-        verdict=_describe_verdict(verdict),
+        verdict=_describe_verdict(verdict, effort_advice(gate, verdict, report)),
         evidence=_describe_evidence(report),
         description=_describe_mapper(mapper),
         layers=f"```\n{layer_table(mapper).to_markdown()}\n```",
@@ -152,13 +154,13 @@ def _eval_results(report: FidelityReport | None) -> list[EvalResult]:
     return results
 
 
-def _describe_verdict(verdict: Verdict) -> str:
+def _describe_verdict(verdict: Verdict, advice: str | None) -> str:
     if verdict.admitted:
         return "The default gate admits it."
     reasons = "\n".join(f"- {reason}" for reason in verdict.reasons)
     return (
-        f"**The default gate refuses it** for general use, because:\n\n{reasons}\n\nA use that asks for less can say "
-        "so, see `FidelityGate`."
+        f"**The default gate refuses it** for general use, because:\n\n{reasons}\n\n{f'{advice} ' if advice else ''}"
+        "A use that asks for less can say so, see `FidelityGate`."
     )
 
 

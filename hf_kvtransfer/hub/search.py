@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from ..compat import model_name
 from ..errors import EvidenceError, HubError
-from ..fidelity.gate import NO_EVIDENCE, FidelityGate, Verdict
+from ..fidelity.gate import FidelityGate, Verdict
+from ..fidelity.no_evidence import NO_EVIDENCE
 from ..fidelity.report import FIDELITY_FILE, FidelityReport
 from .card import LIBRARY, pair_tags
 from .download import HUB_ERRORS, advice

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache import TranslatedCache
-from ..effort import check_effort
+from ..effort import Effort, check_effort
 from ..fidelity.gate import FidelityGate
 from ..fidelity.prompts import PromptEncoder
 from ..mapper import KVMapper, mapper_for
@@ -29,7 +29,7 @@ class TranslatedChunks:
         reread_tokens (`int`, *optional*, defaults to 0):
             First tokens of each chunk but the first one that the target reads itself, on top of the chunks before:
             they were attention sinks where the source has read them.
-        effort (`float`, *optional*, defaults to 0):
+        effort (`float` or `"auto"`, *optional*, defaults to 0):
             Share of the tokens that the target reads again at once, those that the question attends to, see
             [`TranslatedCache`].
         gate ([`FidelityGate`], *optional*):
@@ -45,11 +45,11 @@ class TranslatedChunks:
         source_tokenizer: PreTrainedTokenizerBase,
         target_tokenizer: PreTrainedTokenizerBase,
         reread_tokens: int = 0,
-        effort: float = 0.0,
+        effort: Effort = 0.0,
         gate: FidelityGate | None = None,
     ):
         check_not_negative(reread_tokens=reread_tokens)
-        check_effort(effort)
+        check_effort(effort, may_be_auto=True)
         self.source, self.target, self.gate = source, target, gate
         self.reread_tokens, self.effort = reread_tokens, effort
         self.mapper = mapper_for(mapper, target)
