@@ -8,6 +8,7 @@ from hf_kvtransfer.fidelity.results import ArmScore, PassageResult
 
 # Nats per token that each arm loses on top of the native one.
 EXCESS = {"native": 0.0, "translated": 0.2, "other_document": 1.3, "no_context": 1.0, "random_map": 2.0}
+WITH_EFFORTS = EXCESS | {"effort 0.05": 0.15, "effort 0.5": 0.05}
 CAPABILITIES = ("code", "dialogue", "knowledge")
 
 PROBE = {
@@ -44,7 +45,7 @@ def passage(document="a", capability="text", turn=None, choices=None, label=None
     return PassageResult(document, capability, turn, choices, label, arms)
 
 
-def evaluation(num_documents=24, num_turns=3, num_layers=4, seed=0) -> list[PassageResult]:
+def evaluation(num_documents=24, num_turns=3, num_layers=4, seed=0, excess=EXCESS) -> list[PassageResult]:
     """Dialogues, documents without turns and multiple-choice items in turn."""
     generator = random.Random(seed)
     rows = []
@@ -56,14 +57,14 @@ def evaluation(num_documents=24, num_turns=3, num_layers=4, seed=0) -> list[Pass
             positions = generator.randrange(10, 80)
             hard = generator.gauss(2.5, 0.5)
             arms = {}
-            for arm, excess in EXCESS.items():
+            for arm, more in excess.items():
                 native = arm == "native"
                 right = choices and generator.random() < (0.9 if native else 0.6)
                 arms[arm] = ArmScore(
                     positions=positions,
-                    loss=positions * max(0.1, hard + excess * generator.uniform(0.5, 1.5)),
+                    loss=positions * max(0.1, hard + more * generator.uniform(0.5, 1.5)),
                     agreement=positions if native else generator.randrange(positions),
-                    kl=0.0 if native else positions * excess * generator.random(),
+                    kl=0.0 if native else positions * more * generator.random(),
                     cosine=[] if native else [generator.uniform(0.5, 1) for _ in range(num_layers)],
                     chosen=choices and (label if right else generator.randrange(choices)),
                 )

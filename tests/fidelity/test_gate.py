@@ -5,8 +5,12 @@ import copy
 import pytest
 
 from hf_kvtransfer import FidelityGate
+from hf_kvtransfer.fidelity.effort_advice import effort_advice
 
 from .evidence import evaluation, make_report, passage
+
+
+CONTROLS = {"other_document": 2.1, "random_map": 2.5}
 
 
 @pytest.fixture
@@ -76,6 +80,59 @@ def test_a_control_that_does_as_well(report, control):
     assert reason.endswith("does not depend on " + ("the maps" if control == "random_map" else "the content"))
     del report.figures["arms"][control]
     assert judged(report, min_agreement=0.3) == [f"the control {control!r} was not measured"]
+
+
+def test_an_effort_is_asked_for_what_was_measured_of_it():
+    rows = [
+        passage(
+            f"{i}",
+            turn=i % 3 + 1,
+            positions=100,
+            native=1.0,
+            translated=1.6,
+            no_context=2.0,
+            **CONTROLS,
+            **{"effort 0.1": 1.4, "effort 0.5": 1.1},
+        )
+        for i in range(24)
+    ]
+    report = make_report(rows, probe=None)
+    asked = FidelityGate(min_gap_recovered=0.5, min_late_turns=0.7, min_agreement=0.4)
+    assert [len(asked.judge(report, effort)) for effort in (0.0, 0.05, 0.1, 0.49, 0.5, 1.0)] == [2, 2, 1, 1, 0, 0]
+    assert asked.judge(report) == asked.judge(report, 0.09)
+    (reason,) = asked.judge(report, 0.3)
+    assert reason.startswith("with an effort of 0.1 it recovers 0.60 of the gap in dialogues")
+    assert FidelityGate(capabilities=("text",), min_agreement=0.4, min_late_turns=0.7).judge(report, 0.6) == []
+    (reason,) = FidelityGate(min_agreement=0.8).judge(report, 0.6)
+    assert reason.startswith("with an effort of 0.5 the next token is the native one in 0.50")
+    # What the target reads itself is no merit of the maps.
+    report.figures["arms"]["random_map"] = copy.deepcopy(report.figures["arms"]["translated"])
+    (reason,) = asked.judge(report, 1.0)
+    assert "the control 'random_map' recovers 0.40 of the gap, too close to the mapper's own 0.40" in reason
+    verdict = asked.verdict("a mapper", asked.judge(report, 1.0), 1.0)
+    assert str(verdict).startswith("a mapper: with an effort of 1 refused\n")
+    for effort in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="`effort` must be between 0"):
+            asked.judge(report, effort)
+
+
+def test_advice_about_an_effort():
+    rows = [
+        passage(f"{i}", positions=100, native=1.0, translated=1.6, no_context=2.0, **CONTROLS, **{"effort 0.3": 1.2})
+        for i in range(24)
+    ]
+    report, asked = make_report(rows, probe=None), FidelityGate(min_agreement=0.4)
+    reasons = asked.judge(report)
+    advice = effort_advice(asked, asked.verdict("a mapper", reasons), report)
+    assert advice == 'With `effort=0.3`, which `effort="auto"` takes, it is admitted.'
+    # What is wrong beside the figures is wrong with any effort.
+    for gate, verdict, evidence in (
+        (asked, asked.verdict("a mapper", [*reasons, "the source is another one"]), report),
+        (asked, asked.verdict("a mapper", []), report),
+        (asked, asked.verdict("a mapper", ["it has no evidence"]), None),
+        (strict := FidelityGate(min_gap_recovered=0.9), strict.verdict("a mapper", strict.judge(report)), report),
+    ):
+        assert effort_advice(gate, verdict, evidence) is None
 
 
 # vllm-project/semantic-router#2976

@@ -13,7 +13,7 @@ from hf_kvtransfer.fidelity.tables import tables
 from hf_kvtransfer.layer_table import layer_table
 
 from ..tiny_models import identity_mapper, tiny_model
-from .evidence import make_report, passage
+from .evidence import WITH_EFFORTS, evaluation, make_report, passage
 
 
 pytest.importorskip("matplotlib")
@@ -78,6 +78,15 @@ def test_every_table_is_there_with_its_picture(report, source):
     assert f"{gap['value']:.2f} of the gap recovered, all text" in page.text
     for found in ("org/small", "org/large", "talk.jsonl: 24 documents", "context tokens 256", "torch 2.13.0"):
         assert found in page.text
+
+
+def test_efforts_are_drawn():
+    report = make_report(evaluation(excess=WITH_EFFORTS))
+    source = report_html(report, gate=FidelityGate(min_gap_recovered=0.84, min_agreement=0.0))
+    drawn = ["".join(picture.itertext()) for picture in pictures(source)]
+    for number in (0, 1, 2, 3, 5):  # all but the probe's
+        assert "the same, effort 0.05" in drawn[number] and "the same, effort 0.5" in drawn[number]
+    assert "With `effort=0.05`, which" in Page(source).text
 
 
 def test_pictures_hold_the_names(report, source):

@@ -2,7 +2,7 @@ import pytest
 
 from hf_kvtransfer.fidelity.tables import Table, tables
 
-from .evidence import make_report, passage
+from .evidence import WITH_EFFORTS, evaluation, make_report, passage
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,19 @@ def test_tables_are_those_of_the_figures(report):
     assert probe.header == ["tokens read", "false alarms asked", "measured", "other document", "shuffled tokens"]
     assert probe.rows[1] == ["32", "5 %", "4.7 %", "93 % (80 %)", "100 % (40 %)"]
     assert "32 tokens at 5 % false alarms, calibrated on 150 documents" in probe.note
+
+
+def test_efforts_beside_the_translated_cache():
+    report = make_report(evaluation(excess=WITH_EFFORTS))
+    arms, capabilities, turns, choices, _ = tables(report)
+    own, *efforts = (row[0] for row in arms.rows[1:4])
+    assert (own, efforts) == ("the translated cache", ["the same, effort 0.05", "the same, effort 0.5"])
+    gap = report.figures["late_turns"]["arms"]["effort 0.5"]["gap_recovered"]
+    for table, plain in zip((capabilities, turns, choices), tables(make_report())[1:4], strict=True):
+        assert {len(row) for row in table.rows} == {len(table.header)} == {len(plain.header) + 2}
+        assert [name.removeprefix("gap, ") for name in table.header[-2:]] == ["effort 0.05", "effort 0.5"]
+    assert turns.rows[-1][-1] == f"{gap['value']:.3f} [{gap['low']:.3f}, {gap['high']:.3f}]"
+    assert choices.rows[0][-1] == f"{report.figures['choices']['knowledge']['accuracy']['effort 0.5']:.3f}"
 
 
 def test_a_report_that_is_too_small():
