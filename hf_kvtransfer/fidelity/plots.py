@@ -25,6 +25,8 @@ _HEADROOM = 0.3
 # More rows are for the table alone.
 _MOST_ROWS = 40
 _LONGEST_NAME = 40
+# Characters that fit on one line.
+_LONGEST_LEGEND = 90
 
 
 def plot_arms(report: FidelityReport) -> Any:
@@ -59,7 +61,7 @@ def plot_capabilities(report: FidelityReport) -> Any:
                 axes.plot(share["value"], place + below, marker, color=colours[arm], label=arm_name(arm))
     axes.set_yticks(range(len(groups)), [_short(name) for name in groups])
     axes.set(xlabel="gap recovered (0: as without the context, 1: as after reading it), 95 % intervals")
-    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_ylim(len(groups) - (0.25 if efforts else 0.5), -0.5)
     _between_none_and_all(axes.axvline)
     _legend_once(axes)
     return figure
@@ -84,7 +86,8 @@ def plot_turns(report: FidelityReport) -> Any:
                 place = turn["turn"] + 0.12 * number
                 gaps.plot([place] * 2, [share["low"], share["high"]], color=colours[arm], linewidth=1.5)
                 gaps.plot(place, share["value"], "o", color=colours[arm])
-    gaps.set(xlabel="turn", ylabel="gap recovered", xlim=losses.get_xlim())
+    first, last = losses.get_xlim()
+    gaps.set(xlabel="turn", ylabel="gap recovered", xlim=(first, last + 0.12 * len(efforts)))
     for axes in (losses, gaps):
         axes.xaxis.get_major_locator().set_params(integer=True)
     _between_none_and_all(gaps.axhline)
@@ -169,7 +172,7 @@ def _legend_once(axes: Any) -> None:
             frameon=False,
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=len(labels),
+            ncols=len(labels) if sum(map(len, labels)) <= _LONGEST_LEGEND else 3,
         )
 
 
