@@ -175,7 +175,7 @@ def draw(figures: dict[str, dict], efforts: Sequence[float], path: Path) -> None
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "chunks"})
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    figure = Figure(figsize=(2.6 * len(figures) + 0.2, 3.4), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(figures), sharey=True, squeeze=False)[0], figures, strict=True):
         methods = figures[kind]
         curve = [(0.0, NEW), *((effort, effort_name(effort)) for effort in efforts), (1.0, FULL)]

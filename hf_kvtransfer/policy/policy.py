@@ -162,7 +162,7 @@ class TransferPolicy:
                 Number of rows.
             effort (`float`, *optional*, defaults to 0):
                 Share of the tokens that the target is to read again, see [`TranslatedCache`]. Wrong answers count as
-                without it: the evidence is of translations.
+                without it.
             question_tokens (`int`, *optional*, defaults to 0):
                 So many tokens are known behind the context, which the target reads once more with an `effort`.
 
