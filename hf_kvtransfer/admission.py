@@ -96,9 +96,9 @@ class Admission:
         identity = source_kv.identity
         asked = next((known for known in self._asked if known.mapper is mapper and known.identity is identity), None)
         if asked is None:
-            judge = functools.cache(
-                lambda effort: self.gate.admit(mapper, source_kv, self.target, effort=effort, **self._options)
-            )
+            # Without a circle, in which what the source has read would outlive the request.
+            ask = functools.partial(self.gate.admit, mapper, source_kv, self.target, **self._options)
+            judge = functools.cache(lambda effort: ask(effort=effort))
             asked = _Asked(mapper, identity, judge, judge(self.effort))
             if self._chooses:
                 self._choose(asked)
