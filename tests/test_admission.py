@@ -15,6 +15,7 @@ from hf_kvtransfer import (
     TranslatedCache,
     evaluate_mapper,
 )
+from hf_kvtransfer.hub.card import mapper_card
 from hf_kvtransfer.reuse import TranslatedChunks
 
 from .fidelity.evidence import passage
@@ -86,6 +87,8 @@ def with_gaps(mapper, report, *gaps):
     losses = {arm: 2.0 - gap for arm, gap in zip(ARMS, gaps, strict=False)}
     controls = {"other_document": 2.1, "no_context": 2.0, "random_map": 2.2}
     results = [passage(f"{number}", native=1.0, **losses, **controls) for number in range(8)]
+    for score in (score for row in results for score in row.arms.values()):
+        score.agreement = score.positions
     return with_evidence(mapper, dataclasses.replace(report, results=results, figures=None))
 
 
@@ -198,6 +201,13 @@ def test_a_policy_counts_what_will_be_read_again(source_kv, noisy, target, repor
     with pytest.raises(RefusedError, match="it recovers"):
         cached(source_kv, with_gaps(noisy, report, 0.1, 0.1, 0.1), target, effort="auto", policy=policy)
     assert asked == [0.25, 0.0]
+
+
+def test_a_card_names_the_effort(noisy, report):
+    card = str(mapper_card(with_gaps(noisy, report, 0.2, 0.6, 0.8), "org/pair"))
+    assert "**The default gate refuses it**" in card
+    assert 'With `effort=0.25`, which `effort="auto"` takes, it is admitted. A use that asks' in card
+    assert "| the same, effort 0.6 " in card and "gap, effort 0.25" in card
 
 
 def test_what_is_no_effort(source_kv, mapper, target, source):
