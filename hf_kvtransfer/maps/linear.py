@@ -12,9 +12,10 @@ from .storage import dense
 
 # Rows of token features, of all tokens, above which it does not pay to multiply each row once and then look it up.
 MAX_DISTINCT = 2 / 3
-# Parts in which what depends on the tokens is looked up: all at once would be as large as the output.
+# Parts in which what depends on the tokens is looked up: all at once would be as large as the output. Below so many
+# numbers it is too little to matter.
 _PARTS = 4
-_MIN_PART = 64
+_MIN_PART = 2**16
 
 
 class LinearMap(LayerMap):
@@ -71,7 +72,7 @@ def num_inputs(spec: dict, source: KVGeometry, token_features: int) -> int:
 
 def affine(
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     source_features: Iterable[torch.Tensor],
     token_features: torch.Tensor | None,
     source_index: torch.Tensor | None,
@@ -86,7 +87,7 @@ def affine(
     Args:
         weight (`torch.Tensor`):
             `[out_features, in_features]` or `[heads, out_features, in_features]`.
-        bias (`torch.Tensor`):
+        bias (`torch.Tensor`, *optional*):
             `[out_features]` or `[heads, out_features]`.
         source_features (`Iterable[torch.Tensor]`):
             Blocks of features, in the order of the weight's columns, `[batch, source_tokens, features]` or
@@ -121,7 +122,7 @@ def _add_looked_up(
     """Add `token_features @ block`, at the row of each token, to `output` `[..., tokens, out_features]`, in place."""
     repeats = len(token_features) <= MAX_DISTINCT * len(token_index)
     products = token_features @ block if repeats else None
-    size = max(_MIN_PART, -(-len(token_index) // _PARTS))
+    size = max(_MIN_PART // output.shape[-1], -(-len(token_index) // _PARTS), 1)
     for number, rows in enumerate(token_index.split(size)):
         part = output.narrow(-2, number * size, len(rows))
         if products is not None:
@@ -132,18 +133,20 @@ def _add_looked_up(
             part.add_(token_features.index_select(0, rows) @ block)
 
 
-def _add_product(start: torch.Tensor, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def _add_product(start: torch.Tensor | None, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """
     `start + states @ block`, in place if `start` is an earlier result.
 
     Args:
-        start (`torch.Tensor`):
+        start (`torch.Tensor`, *optional*):
             `[..., out_features]`, a bias or a result.
         states (`torch.Tensor`):
             `[batch, tokens, features]` or `[heads, batch, tokens, features]`.
         block (`torch.Tensor`):
             `[features, out_features]` or `[heads, features, out_features]`.
     """
+    if start is None:
+        return states @ (block.unsqueeze(-3) if states.dim() > 3 else block)
     *heads, batch, tokens, width = states.shape
     if not heads and batch > 1 and not states.is_contiguous():
         # A range of each row's tokens: flat rows would be a copy.

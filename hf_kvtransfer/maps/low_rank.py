@@ -63,7 +63,7 @@ class LowRankMap(LayerMap):
         dtype = source_features[0].dtype
         down = dense(self.down, dtype)
         # What is gathered at the target's tokens is the waist.
-        waist = affine(down, down.new_zeros(len(down)), source_features, token_features, source_index, token_index)
+        waist = affine(down, None, source_features, token_features, source_index, token_index)
         return linear(waist, dense(self.up, dtype), self.bias.to(dtype))
 
     @torch.no_grad()

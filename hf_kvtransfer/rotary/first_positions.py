@@ -11,6 +11,14 @@ _MAX_POSITIONS = 2**13
 _PART = 256
 
 
+def are_first(position_ids: torch.Tensor) -> bool:
+    """Whether they are one row of consecutive positions among the first."""
+    if len(position_ids) != 1 or not position_ids.numel() or position_ids.device.type != "cpu":
+        return False
+    start, stop = int(position_ids[0, 0]), int(position_ids[0, -1]) + 1
+    return stop <= _MAX_POSITIONS and torch.equal(position_ids[0], torch.arange(start, stop))
+
+
 class FirstPositions:
     """
     A model's rotary embedding at its first 8,192 positions, computed as far as it was asked for.
@@ -28,17 +36,13 @@ class FirstPositions:
 
     def at(self, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """
-        cos and sin, one column for each frequency, `[1, tokens, rotary_dim / 2]`, to be read only. `None` for what is
-        not one row of consecutive positions among the first.
+        cos and sin, one column for each frequency, `[1, tokens, rotary_dim / 2]`, to be read only. `None` unless
+        [`are_first`].
         """
-        if len(position_ids) != 1 or not position_ids.numel() or position_ids.device.type != "cpu":
-            return None
-        start, stop = int(position_ids[0, 0]), int(position_ids[0, 0]) + position_ids.shape[1]
-        if stop > _MAX_POSITIONS or not torch.equal(position_ids[0], torch.arange(start, stop)):
-            return None
         state, made = self._state(), self._made
-        if state is None:
+        if state is None or not are_first(position_ids):
             return None
+        start, stop = int(position_ids[0, 0]), int(position_ids[0, -1]) + 1
         if made is None or made[0] != state or made[1].shape[1] < stop:
             made = self._made = (state, *self._make(max(_PART, 2 ** (stop - 1).bit_length())))
         return made[1][:, start:stop], made[2][:, start:stop]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..probe import Probe, probe_model
 from ..probe.rotary_call import RotaryCall
-from .first_positions import FirstPositions
+from .first_positions import FirstPositions, are_first
 from .layout import Columns, LayerRotary, compact, detect, turn
 
 
@@ -118,6 +118,10 @@ class Rotary:
                 return known
         cos, sin = call(position_ids)
         return compact(cos, columns), compact(sin, columns)
+
+    def keeps(self, position_ids: torch.Tensor) -> bool:
+        """Whether cos and sin at these positions are kept, on a CPU, so that they take no room of each request."""
+        return not self.depends_on_length and are_first(position_ids)
 
     @property
     def depends_on_length(self) -> bool:
