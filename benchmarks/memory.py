@@ -95,8 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     print("\nfloat32, MB of tensors")
     print(f"{'tokens':>7}{'cache':>9}{'layer':>8}{'beside the cache':>22}{'with the probe':>24}")
     results = {}
-    # What is found out about a model, and dense weights, are kept for as long as it lives: not a part of any handoff.
-    read_layers(TranslatedCache(pair.read(32)[0], *handed, target_tokenizer=pair.tokenizer, **UNGATED))
+    # What is found out about a model, cos and sin of its first positions, and dense weights are kept for as long as it
+    # lives: not a part of any handoff.
+    read_layers(TranslatedCache(pair.read(max(options.lengths))[0], *handed, target_tokenizer=pair.tokenizer, **UNGATED))
     for length in options.lengths:
         source_kv, _ = pair.read(length)
         handing = {"target_tokenizer": pair.tokenizer, **UNGATED}

@@ -15,7 +15,7 @@ MAX_DISTINCT = 2 / 3
 # Parts in which what depends on the tokens is looked up: all at once would be as large as the output. Below so many
 # numbers it is too little to matter.
 _PARTS = 4
-_MIN_PART = 2**16
+_MIN_PART = 2**15
 
 
 class LinearMap(LayerMap):

@@ -15,7 +15,8 @@ def are_first(position_ids: torch.Tensor) -> bool:
     """Whether they are one row of consecutive positions among the first."""
     if len(position_ids) != 1 or not position_ids.numel() or position_ids.device.type != "cpu":
         return False
-    start, stop = int(position_ids[0, 0]), int(position_ids[0, -1]) + 1
+    start = int(position_ids[0, 0])
+    stop = start + position_ids.shape[1]
     return stop <= _MAX_POSITIONS and torch.equal(position_ids[0], torch.arange(start, stop))
 
 

@@ -39,9 +39,9 @@ def test_positions_are_computed_as_far_as_they_are_asked_for(rotary, computed):
 
 
 def test_others_are_computed_each_time(rotary, computed):
-    for positions in ([3, 5], [4, 3], range(8190, 8200)):
+    for positions in ([3, 5], [4, 3], [5, 0], range(8190, 8200)):
         rotate(rotary, positions)
-    assert computed == [2, 2, 10]
+    assert computed == [2, 2, 2, 10]
 
 
 def test_the_same_as_without(rotary):
