@@ -97,7 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
     results = {}
     # What is found out about a model, cos and sin of its first positions, and dense weights are kept for as long as it
     # lives: not a part of any handoff.
-    read_layers(TranslatedCache(pair.read(max(options.lengths))[0], *handed, target_tokenizer=pair.tokenizer, **UNGATED))
+    longest, _ = pair.read(max(options.lengths))
+    read_layers(TranslatedCache(longest, *handed, target_tokenizer=pair.tokenizer, **UNGATED))
     for length in options.lengths:
         source_kv, _ = pair.read(length)
         handing = {"target_tokenizer": pair.tokenizer, **UNGATED}

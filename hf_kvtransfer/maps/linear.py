@@ -122,7 +122,8 @@ def _add_looked_up(
     """Add `token_features @ block`, at the row of each token, to `output` `[..., tokens, out_features]`, in place."""
     repeats = len(token_features) <= MAX_DISTINCT * len(token_index)
     products = token_features @ block if repeats else None
-    size = max(_MIN_PART // output.shape[-1], -(-len(token_index) // _PARTS), 1)
+    widest = max(output.shape[-1], token_features.shape[-1])
+    size = max(_MIN_PART // widest, -(-len(token_index) // _PARTS), 1)
     for number, rows in enumerate(token_index.split(size)):
         part = output.narrow(-2, number * size, len(rows))
         if products is not None:
