@@ -96,7 +96,7 @@ class BlockwiseMaps:
         config = self.mapper.config
         largest = self._largest_layer() * self.batch_size
         room = 2 * largest - largest // 8  # for all that is small: ids, indices, masks
-        # What a map makes of a token, once more at the target's token, and the cos and sin of its position.
+        # What a map makes of a token, once more at the target's token, and cos and sin where they are not kept.
         width = layer_map.workspace or 2 * sum(layer.widths)
         width += 0 if self._rotary.keeps(self.key_positions[:, start:stop]) else layer.key_head_dim
         if config.token_features:

@@ -20,7 +20,7 @@ from hf_kvtransfer.reuse import TranslatedChunks
 
 from .fidelity.evidence import passage
 from .policy.test_policy import COSTS
-from .tiny_models import plant, planted_mapper, random_ids, tiny_model
+from .tiny_models import own_texts, plant, planted_mapper, tiny_model
 from .tiny_tokenizers import byte_level_bpe
 
 
@@ -44,12 +44,7 @@ def target(source):
 
 @pytest.fixture(scope="module")
 def texts(source):
-    """What the source writes itself: its next tokens depend on the context, which random ones do not."""
-    torch.manual_seed(0)
-    starts = random_ids(source, 9, 8)
-    return source.generate(
-        starts, max_new_tokens=CONTEXT + CONTINUATION - 8, do_sample=True, top_k=0, temperature=0.3, pad_token_id=0
-    )
+    return own_texts(source, 9, CONTEXT + CONTINUATION, 0.3, pad_token_id=0)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from hf_kvtransfer.identity.tokenizer import tokenizer_fingerprint
 from hf_kvtransfer.layers import FilledTranslator
 
 from .test_cache_policy import Rounds
-from .tiny_models import fail_from_layer, identity_mapper, plant, random_ids, tiny_model, ungated_cache
+from .tiny_models import fail_from_layer, identity_mapper, own_texts, plant, random_ids, tiny_model, ungated_cache
 
 
 CONTEXT = 150
@@ -46,10 +46,7 @@ def target(source):
 
 @pytest.fixture(scope="module")
 def texts(source):
-    """What the source writes itself: its next tokens depend on the context, which random ones do not."""
-    torch.manual_seed(0)
-    starts = random_ids(source, 100, 8)
-    return source.generate(starts, max_new_tokens=192, do_sample=True, top_k=0, temperature=0.4, pad_token_id=0)
+    return own_texts(source, 100, 200, 0.4)
 
 
 @pytest.fixture(scope="module")

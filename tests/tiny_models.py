@@ -110,6 +110,14 @@ def plant(source: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
     return target
 
 
+def own_texts(model: PreTrainedModel, count: int, length: int, temperature: float, **options) -> torch.Tensor:
+    """What a model writes itself: its next tokens depend on the context, which random ones do not."""
+    torch.manual_seed(0)
+    starts = random_ids(model, count, 8)
+    options |= {"do_sample": True, "top_k": 0, "temperature": temperature}
+    return model.generate(starts, max_new_tokens=length - 8, **options)
+
+
 def identity_mapper(model: PreTrainedModel, sink_tokens: int = 4) -> KVMapper:
     """The exact mapper of a model to itself."""
     geometry = KVGeometry.from_model(model)
