@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from hf_kvtransfer import KVMapper
 from hf_kvtransfer.demo_models import load_demo_model
+from hf_kvtransfer.fidelity.arms import arm_name, effort_arm, in_order
 from hf_kvtransfer.fidelity.data import load_evaluation_data
 from hf_kvtransfer.fidelity.replay import Replay
 from hf_kvtransfer.fidelity.statistics import resampled_totals
@@ -24,11 +25,28 @@ from hf_kvtransfer.fidelity.statistics import resampled_totals
 ARMS = ("native", "translated", "no_context")
 
 
+def report(chosen: dict[str, list[int]], labels: list[int]):
+    """Print the accuracy of each arm, and how its choices compare with the native ones."""
+    print(f"HellaSwag, {SHOTS}-shot, {len(labels)} questions, 4 endings each:")
+    native = np.array(chosen["native"])
+    for arm, endings in chosen.items():
+        pairs = np.stack([endings, native], 1)
+        correct = pairs == np.array(labels)[:, None]
+        accuracy, native_accuracy = correct.mean(0)
+        own, others = resampled_totals(correct).T
+        low, high = np.quantile(own / others, [0.025, 0.975])
+        print(
+            f"  {arm_name(arm)}: accuracy {accuracy:.3f}, of the native one {accuracy / native_accuracy:.3f} "
+            f"[95 % {low:.3f}, {high:.3f}]; the same ending {(pairs[:, 0] == native).mean():.3f}"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with hellaswag.jsonl")
     parser.add_argument("--mapper", type=Path, default=FOLDER)
     parser.add_argument("--tail-tokens", type=int, default=1, help="last ones of a question that Gemma reads itself")
+    parser.add_argument("--effort", type=float, action="append", default=[], help="measured, too; may be repeated")
     parser.add_argument("--limit", type=int, help="at most so many questions, spread over all")
     arguments = parser.parse_args()
 
@@ -38,22 +56,15 @@ def main():
     replay = Replay(mapper, source, target, source_tokenizer, target_tokenizer, tail_tokens=arguments.tail_tokens)
     rows = few_shot(read(arguments.data / "hellaswag.jsonl"))
     documents = load_evaluation_data(rows, source_tokenizer, target_tokenizer, limit=arguments.limit).documents
-    chosen, labels = [], []
+    arms = in_order({*ARMS, *map(effort_arm, arguments.effort)})
+    chosen, labels = {arm: [] for arm in arms}, []
     for document in tqdm(documents, desc="HellaSwag", unit="question"):
         (passage,) = document.passages
-        scores = replay.score(passage, arms=ARMS)
-        chosen.append([scores[arm].chosen for arm in ARMS])
+        scores = replay.score(passage, arms=arms)
+        for arm, endings in chosen.items():
+            endings.append(scores[arm].chosen)
         labels.append(passage.label)
-
-    chosen = np.array(chosen)
-    correct = chosen == np.array(labels)[:, None]
-    native, translated = resampled_totals(correct[:, :2]).T
-    low, high = np.quantile(translated / native, [0.025, 0.975])
-    print(f"HellaSwag, {SHOTS}-shot, {len(correct)} questions, 4 endings each; accuracy:")
-    for arm, accuracy in zip(ARMS, correct.mean(0), strict=True):
-        print(f"  {arm.replace('_', ' ')}: {accuracy:.3f}")
-    print(f"Translated / native: {correct[:, 1].mean() / correct[:, 0].mean():.3f} [95 % {low:.3f}, {high:.3f}]")
-    print(f"The same ending chosen as natively: {(chosen[:, 0] == chosen[:, 1]).mean():.3f}")
+    report(chosen, labels)
 
 
 if __name__ == "__main__":

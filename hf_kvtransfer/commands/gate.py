@@ -20,6 +20,10 @@ def gate(
             metavar="NAME", help="Judge by this capability of the evidence. Repeat it for more; default all."
         ),
     ] = None,
+    effort: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the translated tokens that the target is to read again."),
+    ] = 0.0,
     probe: Annotated[bool, typer.Option("--probe", help="Show the probe's operating curve, too.")] = False,
     page: report_page.ReportFile = None,
     source_tokenizer: loading.SourceTokenizer = None,
@@ -41,6 +45,7 @@ def gate(
     ```
     hf-kvtransfer gate my-mapper
     hf-kvtransfer gate me/source-to-target --revision v2 --probe
+    hf-kvtransfer gate my-mapper --effort 0.15
     hf-kvtransfer gate my-mapper --capability code --capability dialogue --report report.html
     hf-kvtransfer gate my-mapper --source org/source --target org/target && ./deploy
     ```
@@ -66,7 +71,7 @@ def gate(
     if source is not None:
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
     judge = FidelityGate(capabilities=tuple(capability) if capability else None)
-    verdict = judge.admit(loaded, *models, **tokenizers)
+    verdict = judge.admit(loaded, *models, **tokenizers, effort=effort)
     if page is not None and report is not None:
         report_page.write(page, loaded, judge)
     if as_json:

@@ -12,6 +12,7 @@ from . import loading, output
 
 if TYPE_CHECKING:
     from ..cache import TranslatedCache
+    from ..effort import Effort
 
 
 def generate(
@@ -30,6 +31,14 @@ def generate(
     gate: Annotated[
         bool, typer.Option("--gate/--no-gate", help="Whether the mapper's evidence decides if it is used.")
     ] = True,
+    effort: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Let the target read this share of the translated tokens again; auto for the least with which the "
+            "evidence admits the mapper.",
+        ),
+    ] = "0",
     on_refusal: Annotated[
         Literal["recompute", "fail"],
         typer.Option(help="Let the target read the context itself if the translation is refused, or write nothing."),
@@ -52,7 +61,7 @@ def generate(
     ```
     hf-kvtransfer generate my-mapper --source org/source --target org/target --context story.txt --prompt "The end:"
     cat log.txt | hf-kvtransfer generate me/source-to-target --source org/source --target org/target --context - \\
-        --capability code --on-refusal fail
+        --capability code --effort auto --on-refusal fail
     ```
 
     Exit code: 0, 1 if the translation is refused and the target is not to read the context itself, 2 after an error.
@@ -63,10 +72,16 @@ def generate(
     from transformers import TextStreamer, set_seed
 
     from ..cache import TranslatedCache
+    from ..effort import check_effort
     from ..errors import RefusedError
     from ..fidelity.gate import FidelityGate
     from ..source import SourceKV
 
+    try:
+        share: Effort = "auto" if effort == "auto" else float(effort)
+        check_effort(share, may_be_auto=True)
+    except ValueError:
+        raise typer.BadParameter(f"{effort!r} is neither a share from 0 to 1 nor auto.", param_hint="--effort") from None
     loaded = loading.load_mapper(mapper, revision)
     (source_model, target_model), tokenizers = loading.load_pair(
         source, target, source_tokenizer, target_tokenizer, dtype, device_map
@@ -82,6 +97,7 @@ def generate(
             target_model,
             target_tokenizer=tokenizer,
             input_ids=inputs.input_ids,
+            effort=share,
             gate=FidelityGate(capabilities=tuple(capability) if capability else None, strict=gate),
             on_refusal="raise" if on_refusal == "fail" else "recompute",
         )

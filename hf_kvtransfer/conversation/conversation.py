@@ -1,13 +1,16 @@
 """Several models, one conversation: each reads only what no other has read for it."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..admission import Admission
 from ..cache import TranslatedCache
 from ..compat import read_into_cache, token_losses
+from ..effort import Effort, check_effort
 from ..errors import ConversationError, UnknownModelError
 from ..fidelity.chat import Message
 from ..fidelity.gate import FidelityGate
@@ -47,6 +50,8 @@ class Conversation:
             What is asked of the mappers' evidence.
         probe_tokens (`int`, *optional*):
             As of [`TranslatedCache`].
+        effort (`float` or `"auto"`, *optional*, defaults to 0):
+            As of [`TranslatedCache`]: the share of what is translated in a turn that the model reads again.
         min_tokens (`int`, *optional*, defaults to 16):
             Fewer tokens in a row are read rather than translated: to read a few takes hardly longer than to read one.
         policies (`dict[tuple[str, str], TransferPolicy]`, *optional*):
@@ -64,6 +69,7 @@ class Conversation:
 
     Raises:
         `UnknownModelError`: a mapper or a policy is for a model that is not there.
+        `ValueError`: `effort` is no share.
 
     Example:
 
@@ -82,15 +88,18 @@ class Conversation:
         *,
         gate: FidelityGate | None = None,
         probe_tokens: int | None = None,
+        effort: Effort = 0.0,
         min_tokens: int = 16,
         policies: Mapping[tuple[str, str], TransferPolicy] | None = None,
         max_bytes: int | None = None,
     ):
+        check_effort(effort, may_be_auto=True)
         self.models, self.mappers, self.policies = dict(models), dict(mappers or {}), dict(policies or {})
         for pair in [*self.mappers, *self.policies]:
             for name in pair:
                 self._member(name)
-        self.gate, self.probe_tokens, self.min_tokens, self.max_bytes = gate, probe_tokens, min_tokens, max_bytes
+        self.gate, self.probe_tokens, self.effort = gate, probe_tokens, effort
+        self.min_tokens, self.max_bytes = min_tokens, max_bytes
         self.messages: list[Message] = []
         self.turns: list[TurnReport] = []
         self._logs: dict[str, ModelLog] = {}
@@ -284,6 +293,7 @@ class Conversation:
             prefix=log.cache if kept else None,
             target_tokenizer=tokenizer,
             probe_tokens=self.probe_tokens,
+            effort=self.effort,
             gate=self.gate,
         )
         cache.activate_past_recording()  # so that it can be continued from any token, and be a source
@@ -303,15 +313,22 @@ class Conversation:
             runs = plan_runs(prompt, kept, logs, self.min_tokens)
             new = {run.model for run in runs} - identified
             if not new:
-                return [run for run in runs if self._is_worth_it(run, name, reasons)]
+                return [run for run in runs if self._is_worth_it(run, name, prompt, reasons)]
             for other in sorted(new):
                 self._identify(other, reasons)
             identified |= new
 
-    def _is_worth_it(self, run: Run, name: str, reasons: list[str]) -> bool:
+    def _is_worth_it(self, run: Run, name: str, prompt: ReadText, reasons: list[str]) -> bool:
         policy = self.policies.get((run.model, name))
-        decision = None if policy is None else policy.decide(run.stop - run.start)
-        if decision is None or decision.choice == "transfer":
+        if policy is None:
+            return True
+        admission = Admission(self.gate, *self.models[name], None, None, None, self.effort)
+        some = functools.partial(
+            self._logs[run.model].source_kv, *self.models[run.model], run.first, run.first + 1
+        )
+        effort = admission.foresee_effort(self.mappers[run.model, name], some)
+        decision = policy.decide(run.stop - run.start, 1, effort, len(prompt.ids) - run.stop)
+        if decision.choice == "transfer":
             return True
         reasons.append(f"tokens {run.start} to {run.stop} are not worth a handoff: {decision.reason}")
         return False

@@ -38,6 +38,12 @@ def test_a_capability_that_was_not_measured(folder, run):
     assert "its evidence says nothing about ['law'], only about ['text']" in result.stdout
 
 
+def test_effort(folder, run):
+    verdict = json.loads(run("gate", folder, "--effort", 0.25, "--json").stdout)
+    assert (verdict["admitted"], verdict["effort"]) == (True, 0.25)
+    assert json.loads(run("gate", folder, "--json").stdout)["effort"] == 0
+
+
 def test_operating_curve(folder, run):
     result = run("gate", folder, "--probe")
     assert "other document" in result.stdout[result.stdout.index("Probe") :]

@@ -62,3 +62,18 @@ def test_bad_context(evaluated, models, run, tmp_path):
     result = run("generate", evaluated[0], *models, "--context", tmp_path / "empty")
     assert result.exit_code == 2
     assert "holds no text" in message(result)
+
+
+def test_effort(evaluated, command, run):
+    plain, again = (
+        json.loads(run("generate", evaluated[0], *command, "--effort", effort, "--json").stdout)
+        for effort in ("auto", 0.25)
+    )
+    assert plain["effort"] == 0  # enough for an exact mapper
+    assert again["effort"] == again["verdict"]["effort"] == 0.25
+    assert plain["translated_tokens"] - again["translated_tokens"] > 10
+    assert plain["text"] == again["text"]
+    for wrong in ("much", 1.5):
+        result = run("generate", evaluated[0], *command, "--effort", wrong)
+        assert result.exit_code == 2
+        assert f"'{wrong}' is neither a share from 0 to 1 nor auto" in message(result)

@@ -116,6 +116,19 @@ def test_what_the_gate_refuses_is_read(models, mappers):
     assert again.report.kept_tokens > 20
 
 
+def test_what_is_read_again_is_the_models_own(models, mappers):
+    conversations = [Conversation(models, mappers, **UNGATED, effort=effort) for effort in (0.0, 0.4)]
+    for turn, name in enumerate("abab"):
+        plain, again = (reply(conversation, name, QUESTIONS[turn]) for conversation in conversations)
+        assert_native(conversations[1], name, again)
+        counts = [sum(answer.report.translated_tokens.values()) for answer in (plain, again)]
+        assert counts[0] > counts[1] > 0 if turn else counts == [0, 0]
+        if turn:
+            assert again.report.transfer.effort == 0.4
+    with pytest.raises(ValueError, match="`effort`"):
+        Conversation(models, effort=2)
+
+
 def test_between_tokenizers(tokenizers):
     """Whatever the mapper is worth, texts are found and counts add up."""
     source, target = (tiny_model(name, max_position_embeddings=2048) for name in ("llama", "gemma3"))
