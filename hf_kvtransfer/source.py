@@ -1,29 +1,26 @@
 """A model's cache made portable: keys without position, values, and the tokens that they stand for."""
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from .adapters import check_filled_with_adapters
-from .alignment.spans import character_spans, encode_with_spans
+from .alignment.spans import encode_with_spans
 from .cache_policy import cache_policy
 from .compat import read_into_cache, token_losses
 from .completeness import check_holds_every_token, check_read_natively
 from .errors import SourceCacheError
 from .geometry import KVGeometry
 from .identity import ModelIdentity
-from .padding import check_same_shape, mask_and_positions, pad_rows, unpad_rows
+from .padding import check_same_shape, mask_and_positions, pad_rows
 from .rotary import Rotary, RotaryTables
+from .source_file import read_source, write_source
+from .source_text import cut_text, decode_rows
 
-
-SOURCE_FORMAT = "hf-kvtransfer-source-kv-1"
 
 # Last tokens of a context whose losses are kept: what a probe of the target's loss there is compared with.
 NUM_LOSSES = 128
@@ -118,7 +115,7 @@ class SourceKV:
         """
         if not isinstance(tokens, slice) or tokens.step not in (None, 1):
             raise TypeError(f"SourceKV is indexed by a range of tokens such as [10:20], got {tokens!r}.")
-        text, spans = _cut_text(self.text, self.spans, self.attention_mask, tokens)
+        text, spans = cut_text(self.text, self.spans, self.attention_mask, tokens)
         return SourceKV(
             [None if states is None else states[:, tokens] for states in self.features],
             self.geometry,
@@ -230,7 +227,11 @@ class SourceKV:
                 wanted are translated themselves; or, of a model with adapters of PEFT, others than those that are at
                 work now have filled it. To see that, the model reads the first 8 tokens again.
             `UnsupportedModelError`: the model's keys cannot be made position-free.
+            `ValueError`: of `text` and `spans` one is given without the other.
         """
+        if (text is None) != (spans is None):
+            given, missing = ("spans", "text") if text is None else ("text", "spans")
+            raise ValueError(f"`{given}` is given without `{missing}`: pass both, or `tokenizer` alone.")
         input_ids = input_ids if input_ids.dim() == 2 else input_ids[None]
         mask, positions = mask_and_positions(input_ids, attention_mask, position_ids)
         if token_losses is not None:
@@ -264,8 +265,8 @@ class SourceKV:
     ) -> "SourceKV":
         """A range of a cache that was checked; `tables` are for that range, all else is of all tokens."""
         if tokenizer is not None and text is None:
-            text, spans = _decoded(tokenizer, input_ids, mask)
-        text, spans = _cut_text(text, spans, mask.cpu(), slice(start, stop))
+            text, spans = decode_rows(tokenizer, input_ids, mask)
+        text, spans = cut_text(text, spans, mask.cpu(), slice(start, stop))
         geometry = KVGeometry.from_model(model)
         return cls(
             _position_free(cache, geometry, tables, start, stop),
@@ -282,20 +283,7 @@ class SourceKV:
 
     def save(self, path: str | Path) -> None:
         """Write to one safetensors file."""
-        tensors = {
-            f"features.{i}": states.contiguous() for i, states in enumerate(self.features) if states is not None
-        }
-        for name in ("input_ids", "attention_mask", "position_ids", "spans", "token_losses"):
-            if getattr(self, name) is not None:
-                tensors[name] = getattr(self, name).contiguous()
-        metadata = {
-            "format": SOURCE_FORMAT,
-            "geometry": json.dumps(self.geometry.to_dict()),
-            "text": json.dumps(self.text),
-            "identity": json.dumps(self.identity.to_dict()),
-            "cache_policy": json.dumps(self.cache_policy),
-        }
-        save_file(tensors, path, metadata=metadata)
+        write_source(self, path)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> "SourceKV":
@@ -311,26 +299,7 @@ class SourceKV:
         Raises:
             `SourceCacheError`: the file is missing, damaged or of another format.
         """
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != SOURCE_FORMAT:
-                    raise SourceCacheError(f"{path} is not a saved SourceKV (format {metadata.get('format')!r}).")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            geometry = KVGeometry.from_dict(json.loads(metadata["geometry"]))
-            text = json.loads(metadata["text"])
-            ids, mask, positions = (tensors[name].cpu() for name in ("input_ids", "attention_mask", "position_ids"))
-            features = [None if layer is None else tensors[f"features.{i}"] for i, layer in enumerate(geometry.layers)]
-            spans = tensors["spans"].cpu() if text is not None else None
-            identity = ModelIdentity.from_dict(json.loads(metadata["identity"]))
-            policy = json.loads(metadata["cache_policy"])
-            losses = tensors["token_losses"].cpu() if "token_losses" in tensors else None
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-            raise SourceCacheError(f"{path} cannot be read as a saved SourceKV: {error!r}. Save it again.") from error
-        for layer_idx, states in enumerate(features):
-            if states is not None and states.shape != (*ids.shape, geometry.num_features(layer_idx)):
-                raise SourceCacheError(f"{path}: layer {layer_idx} has shape {tuple(states.shape)}. Save it again.")
-        return cls(features, geometry, ids, mask, positions, identity, text, spans, losses, policy)
+        return cls(**read_source(path, device))
 
 
 def _position_free(
@@ -351,29 +320,6 @@ def _position_free(
         value_view.copy_(values)
         features.append(states)
     return features
-
-
-def _decoded(
-    tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor, mask: torch.Tensor
-) -> tuple[list[str], torch.Tensor]:
-    """The text of each row, and the characters of it that each token stands for."""
-    decoded = [character_spans(tokenizer, row.tolist()) for row in unpad_rows(input_ids, mask)]
-    spans, _ = pad_rows([torch.tensor(row).view(-1, 2) for _, row in decoded])
-    return [text for text, _ in decoded], spans
-
-
-def _cut_text(
-    text: Sequence[str] | None, spans: torch.Tensor | None, mask: torch.Tensor, tokens: slice
-) -> tuple[list[str] | None, torch.Tensor | None]:
-    """The text of a range of tokens of each row, and the characters of it that each token stands for."""
-    if text is None:
-        return None, None
-    spans, cut = spans[:, tokens].clone(), []
-    for row, row_mask in enumerate(mask[:, tokens].bool()):
-        begin, end = (int(spans[row, row_mask].min()), int(spans[row, row_mask].max())) if row_mask.any() else (0, 0)
-        cut.append(text[row][begin:end])
-        spans[row, row_mask] -= begin
-    return cut, spans
 
 
 def _last_losses(logits: torch.Tensor, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,14 @@ def test_text_and_spans(llama, tokenizers):
         assert part.row_spans(row)[0][0] == 0
 
 
+def test_text_without_its_spans_is_refused(llama):
+    ids = torch.tensor([[5, 6, 7]])
+    cache = llama(ids).past_key_values
+    for given, missing, value in (("text", "spans", ["abc"]), ("spans", "text", torch.zeros(1, 3, 2).long())):
+        with pytest.raises(ValueError, match=f"`{given}` is given without `{missing}`"):
+            SourceKV.from_cache(cache, llama, ids, **{given: value})
+
+
 def test_save_and_load(gemma, tokenizers, tmp_path):
     source_kv = SourceKV.prefill(gemma, tokenizers["bpe"], ["One text.", "Another, longer text."])
     source_kv.save(tmp_path / "source.safetensors")

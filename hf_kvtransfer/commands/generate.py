@@ -81,7 +81,9 @@ def generate(
         share: Effort = "auto" if effort == "auto" else float(effort)
         check_effort(share, may_be_auto=True)
     except ValueError:
-        raise typer.BadParameter(f"{effort!r} is neither a share from 0 to 1 nor auto.", param_hint="--effort") from None
+        raise typer.BadParameter(
+            f"{effort!r} is neither a share from 0 to 1 nor auto.", param_hint="--effort"
+        ) from None
     loaded = loading.load_mapper(mapper, revision)
     (source_model, target_model), tokenizers = loading.load_pair(
         source, target, source_tokenizer, target_tokenizer, dtype, device_map

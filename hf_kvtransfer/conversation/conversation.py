@@ -323,9 +323,7 @@ class Conversation:
         if policy is None:
             return True
         admission = Admission(self.gate, *self.models[name], None, None, None, self.effort)
-        some = functools.partial(
-            self._logs[run.model].source_kv, *self.models[run.model], run.first, run.first + 1
-        )
+        some = functools.partial(self._logs[run.model].source_kv, *self.models[run.model], run.first, run.first + 1)
         effort = admission.foresee_effort(self.mappers[run.model, name], some)
         decision = policy.decide(run.stop - run.start, 1, effort, len(prompt.ids) - run.stop)
         if decision.choice == "transfer":
