@@ -137,6 +137,7 @@ class SourceKV:
         text: str | Sequence[str] | torch.Tensor,
         *,
         attention_mask: torch.Tensor | None = None,
+        token_losses: bool = True,
     ) -> "SourceKV":
         """
         Let a model read a context, keeping every token also in sliding-window layers.
@@ -150,6 +151,9 @@ class SourceKV:
                 The context, one or a batch, or its token ids `[batch, tokens]`, left-padded.
             attention_mask (`torch.LongTensor`, *optional*):
                 Goes with token ids, `[batch, tokens]`.
+            token_losses (`bool`, *optional*, defaults to `True`):
+                Whether to keep what the model loses on the last tokens, which a probe of the target is sharper with.
+                Their logits cost as much as reading some more tokens, where the vocabulary is large as much as many.
 
         Returns:
             `SourceKV`: On the devices and in the dtype of the model's cache.
@@ -174,7 +178,7 @@ class SourceKV:
             model,
             cache,
             input_ids,
-            num_logits=min(NUM_LOSSES + 1, input_ids.shape[1]),
+            num_logits=min(NUM_LOSSES + 1, input_ids.shape[1]) if token_losses else 0,
             attention_mask=None if mask.all() else mask,
             position_ids=position_ids,
         )

@@ -154,6 +154,15 @@ def test_text_and_spans(llama, tokenizers):
         assert part.row_spans(row)[0][0] == 0
 
 
+def test_prefill_without_losses(llama):
+    ids = torch.tensor([[5, 6, 7]])
+    plain, without = SourceKV.prefill(llama, None, ids), SourceKV.prefill(llama, None, ids, token_losses=False)
+    assert plain.token_losses is not None
+    assert without.token_losses is None
+    for ours, theirs in zip(without.features, plain.features, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_text_without_its_spans_is_refused(llama):
     ids = torch.tensor([[5, 6, 7]])
     cache = llama(ids).past_key_values

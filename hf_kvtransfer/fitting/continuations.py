@@ -132,9 +132,9 @@ class Continuations:
         source_index = None
         if self.target_tokenizer is None:
             input_ids = torch.as_tensor(text)
-            source_kv = SourceKV.prefill(self.source, None, input_ids)
+            source_kv = SourceKV.prefill(self.source, None, input_ids, token_losses=False)
         else:
-            source_kv = SourceKV.prefill(self.source, self.source_tokenizer, text)
+            source_kv = SourceKV.prefill(self.source, self.source_tokenizer, text, token_losses=False)
             ids, spans = encode_with_spans(self.target_tokenizer, text)
             input_ids = torch.tensor(ids)
             alignment = align_tokens(source_kv.text[0], source_kv.row_spans(0), text, spans)

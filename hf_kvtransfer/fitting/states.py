@@ -135,13 +135,13 @@ class PairedStates:
         """
         if self.target_tokenizer is None:
             ids, mask = pad_rows(batch)
-            source = SourceKV.prefill(self.source, None, ids, attention_mask=mask)
+            source = SourceKV.prefill(self.source, None, ids, attention_mask=mask, token_losses=False)
             with self._attention_input or nullcontext():
-                target = SourceKV.prefill(self.target, None, ids, attention_mask=mask)
+                target = SourceKV.prefill(self.target, None, ids, attention_mask=mask, token_losses=False)
         else:
-            source = SourceKV.prefill(self.source, self.source_tokenizer, batch)
+            source = SourceKV.prefill(self.source, self.source_tokenizer, batch, token_losses=False)
             with self._attention_input or nullcontext():
-                target = SourceKV.prefill(self.target, self.target_tokenizer, batch)
+                target = SourceKV.prefill(self.target, self.target_tokenizer, batch, token_losses=False)
         rows, source_columns, target_columns = [], [], []
         for number in range(len(batch)):
             first_source, first_target = (len(kv) - int(kv.attention_mask[number].sum()) for kv in (source, target))

@@ -243,6 +243,13 @@ def test_reading_stops_at_max_tokens(planted):
     assert mapper.config.fit["num_texts"] == 25
 
 
+def test_no_logits_are_computed(planted, monkeypatch):
+    """Those of the last tokens only would cost a fifth of the reading where the vocabulary is large."""
+    for model in planted[:2]:
+        monkeypatch.setattr(model.lm_head, "forward", None)
+    fit_mapper(*planted, num_source_layers=1)
+
+
 def test_two_tokenizers(tokenizers):
     """No exact map exists between other token streams; the fit must still tell its own text from another."""
     source, target = tiny_model("llama"), tiny_model("gemma3", seed=1)
