@@ -46,6 +46,10 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME", help="Judge the mapper by this capability of its evidence. Repeat it for more."),
     ] = None,
+    effort: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of the translated tokens that the target is to read again."),
+    ] = 0.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure prefills and handoffs again, whatever was measured before.")
     ] = False,
@@ -70,7 +74,7 @@ def plan(
     ```
     hf-kvtransfer plan --source org/source --target org/target --traffic 500=2000 --traffic 8000=150
     hf-kvtransfer plan my-mapper --source org/source --target org/target --traffic 3000=400 --days 90 \\
-        --wrong-answer-seconds 20 --capability code --concurrency 4
+        --wrong-answer-seconds 20 --capability code --effort 0.15 --concurrency 4
     ```
 
     Exit code: 0, or 2 after an error.
@@ -79,23 +83,25 @@ def plan(
 
     from ..fidelity.gate import FidelityGate
     from ..mapper import mapper_for
-    from ..policy import TransferPlan, TransferPolicy, estimates
+    from ..policy import TransferPlan, TransferPolicy, estimates, measure_costs
 
     (source_model, target_model), tokenizers = loading.load_pair(
         source, target, source_tokenizer, target_tokenizer, dtype, device_map
     )
     gate = FidelityGate(capabilities=tuple(capability) if capability else None)
     options: dict[str, Any] = {"wrong_answer_seconds": wrong_answer_seconds, "concurrency": concurrency}
-    options |= {"fresh": fresh, **tokenizers}
+    measuring: dict[str, Any] = {"fresh": fresh, **tokenizers}
     loaded = None
     if mapper is None:
         timed, verdict = estimates.unfitted_mapper(source_model, target_model, **tokenizers), None
-        policy = TransferPolicy.calibrate(timed, source_model, target_model, **options)
-        policy.error_rate = 1 - gate.min_gap_recovered
+        costs = measure_costs(timed, source_model, target_model, **measuring)
+        policy = TransferPolicy(costs, error_rate=1 - gate.min_gap_recovered, **options)
     else:
         loaded = mapper_for(mapper, target_model, revision)
-        verdict = gate.admit(loaded, source_model, target_model, **tokenizers)
-        policy = TransferPolicy.calibrate(loaded, source_model, target_model, capabilities=capability, **options)
+        verdict = gate.admit(loaded, source_model, target_model, **tokenizers, effort=effort)
+        policy = TransferPolicy.calibrate(
+            loaded, source_model, target_model, capabilities=capability, **options, **measuring
+        )
     fitting = estimates.fit_seconds(policy.costs, loaded) if fit_minutes is None else 60 * fit_minutes
     once = estimates.validation_seconds(policy.costs, loaded) if evaluate_minutes is None else 60 * evaluate_minutes
     made = TransferPlan.make(
@@ -105,6 +111,7 @@ def plan(
         fit_seconds=fitting,
         validation_seconds=evaluations * once,
         verdict=verdict,
+        effort=effort,
     )
     if as_json:
         output.print_object(

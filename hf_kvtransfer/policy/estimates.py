@@ -20,7 +20,7 @@ FIT_TOKENS, FIT_LENGTH = 200_000, 1024
 _FIT_OVER_PASSES = 1.55
 # What the shipped mapper was measured on: documents, of so many target tokens each.
 EVALUATED_DOCUMENTS, EVALUATED_LENGTH = 150, 320
-# Arms of an evaluation that are translations.
+# Arms of an evaluation that are translations, without those of efforts.
 _TRANSLATED_ARMS = 4
 
 
@@ -52,13 +52,15 @@ def validation_seconds(costs: MeasuredCosts, mapper: KVMapper | None = None) -> 
             One that was measured, whose evidence says on how much text. By default as much as the shipped one was.
     """
     report = mapper.evidence if mapper is not None else None
-    documents, length = EVALUATED_DOCUMENTS, EVALUATED_LENGTH
+    documents, length, efforts = EVALUATED_DOCUMENTS, EVALUATED_LENGTH, []
     if report is not None:
         documents = report.figures["documents"]
         settings = report.settings
         length = settings.get("context_tokens", 256) + settings.get("continuation_tokens", 64)
-    passes = costs.prefill.seconds(length) + costs.source_prefill.seconds(length)
-    return documents * (passes + _TRANSLATED_ARMS * costs.handoff.seconds(length))
+        efforts = settings.get("efforts", [])
+    arms = [costs.handoff] * _TRANSLATED_ARMS + [costs.handoff_with(effort) for effort in efforts]
+    passes = [costs.prefill, costs.source_prefill, *arms]
+    return documents * sum(reading.seconds(length) for reading in passes)
 
 
 def unfitted_mapper(

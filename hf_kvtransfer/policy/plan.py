@@ -68,9 +68,10 @@ class TransferPlan:
         fit_seconds: float,
         validation_seconds: float,
         verdict: Verdict | None = None,
+        effort: float = 0.0,
     ) -> "TransferPlan":
         """
-        Ask a policy about each kind of handoff, see [`TransferPlan`].
+        Ask a policy about each kind of handoff, with an `effort` or without, see [`TransferPlan`].
 
         Raises:
             `ValueError`: there is no traffic, or a number is out of range.
@@ -84,7 +85,7 @@ class TransferPlan:
                 f"`days` must be positive, `fit_seconds` and `validation_seconds` 0 or more, got {days}, "
                 f"{fit_seconds} and {validation_seconds}."
             )
-        decisions = [policy.decide(kind.tokens) for kind in traffic]
+        decisions = [policy.decide(kind.tokens, effort=effort) for kind in traffic]
         return cls(traffic, decisions, days, fit_seconds, validation_seconds, policy.concurrency, verdict)
 
     @property

@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
 from ..effort import check_effort
-from ..errors import EvidenceError
-from ..fidelity.report import FidelityReport
 from ..mapper import KVMapper
 from .costs import MeasuredCosts
+from .error_rate import error_rates
 from .machine import LoadMeter, free_memory
 from .measuring import measure_costs
 from .time_model import TimeModel
@@ -71,8 +69,9 @@ class TransferPolicy:
     Args:
         costs ([`MeasuredCosts`]):
             Of the pair, on this machine.
-        error_rate (`float`, *optional*, defaults to 0.0):
-            Share of answers that are wrong because of a handoff.
+        error_rate (`float` or `Mapping[float, float]`, *optional*, defaults to 0.0):
+            Share of answers that are wrong because of a handoff, or for 0 and other efforts those shares. An effort
+            counts as the largest known one that is not above it, and 1, a prefill, leaves nothing wrong.
         wrong_answer_seconds (`float`, *optional*, defaults to 0.0):
             How long a user would rather wait than get a wrong answer.
         refusal_rate (`float`, *optional*, defaults to 0.0):
@@ -95,17 +94,21 @@ class TransferPolicy:
         self,
         costs: MeasuredCosts,
         *,
-        error_rate: float = 0.0,
+        error_rate: float | Mapping[float, float] = 0.0,
         wrong_answer_seconds: float = 0.0,
         refusal_rate: float = 0.0,
         concurrency: int = 1,
     ):
-        for name, share in (("error_rate", error_rate), ("refusal_rate", refusal_rate)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"`{name}` is a share of 0 to 1, got {share}.")
+        rates = error_rate if isinstance(error_rate, Mapping) else {0.0: error_rate}
+        if 0 not in rates:
+            raise ValueError(f"`error_rate` must say what is wrong without an effort, got {sorted(rates)}.")
+        for name, shares in (("error_rate", rates.values()), ("refusal_rate", [refusal_rate])):
+            for share in shares:
+                if not 0 <= share <= 1:
+                    raise ValueError(f"`{name}` is a share of 0 to 1, got {share}.")
         if not 0 <= wrong_answer_seconds < math.inf:
             raise ValueError(f"`wrong_answer_seconds` must be 0 or more, got {wrong_answer_seconds}.")
-        self.costs, self.error_rate, self.refusal_rate = costs, error_rate, refusal_rate
+        self.costs, self.error_rates, self.refusal_rate = costs, dict(rates), refusal_rate
         self.wrong_answer_seconds, self.concurrency = wrong_answer_seconds, concurrency
         self._device = None if costs.device is None else torch.device(costs.device)
         self._load = None if self._device is None else LoadMeter(self._device, costs.reference_seconds)
@@ -145,7 +148,7 @@ class TransferPolicy:
         report = mapper.evidence
         return cls(
             measure_costs(mapper, source, target, **measuring),
-            error_rate=error_rate(report, capabilities),
+            error_rate=error_rates(report, capabilities),
             wrong_answer_seconds=wrong_answer_seconds,
             refusal_rate=report.probe["false_alarm_rate"] if report is not None and report.probe else 0.0,
             concurrency=concurrency,
@@ -161,8 +164,7 @@ class TransferPolicy:
             batch_size (`int`, *optional*, defaults to 1):
                 Number of rows.
             effort (`float`, *optional*, defaults to 0):
-                Share of the tokens that the target is to read again, see [`TranslatedCache`]. Wrong answers count as
-                without it.
+                Share of the tokens that the target is to read again, see [`TranslatedCache`].
             question_tokens (`int`, *optional*, defaults to 0):
                 So many tokens are known behind the context, which the target reads once more with an `effort`.
 
@@ -180,7 +182,8 @@ class TransferPolicy:
         prefill = slowdown * self.costs.prefill.seconds(tokens, batch_size)
         model = self.costs.handoff_with(effort, question_tokens, batch_size)
         handoff = slowdown * model.seconds(tokens, batch_size) + self.refusal_rate * prefill
-        wrong = self.error_rate * self.wrong_answer_seconds * batch_size
+        errors = 0.0 if effort == 1 else self.error_rates[max(known for known in self.error_rates if known <= effort)]
+        wrong = errors * self.wrong_answer_seconds * batch_size
         saved = self.concurrency * (prefill - handoff) - wrong
         break_even = self._break_even(model, batch_size, slowdown, wrong)
         needed = self.concurrency * self.costs.handoff_bytes(tokens, batch_size)
@@ -216,39 +219,3 @@ class TransferPolicy:
             inside = linear**2 - 4 * square * constant
             root = 0.0 if inside < 0 else (math.sqrt(inside) - linear) / (2 * square)
         return max(math.floor(root) + 1, 1)
-
-
-def error_rate(report: FidelityReport | None, capabilities: Sequence[str] | None = None) -> float:
-    """
-    The share of answers that are wrong because of a handoff, as far as a mapper's evidence tells: its mean, and not a
-    bound, since costs are weighed. Of multiple-choice questions it is the share that the target answers right on its
-    own prefill and not on the translated cache, less the reverse; of other text the share that is lost of what the
-    context is worth, `1 - gap_recovered`, as if each answer hung on the context. Each capability counts as much as
-    another, but for those in which the context does not clearly help.
-
-    Args:
-        report ([`FidelityReport`], *optional*):
-            The evidence. Without it, or if it tells nothing, each answer counts as wrong.
-        capabilities (`Sequence[str]`, *optional*):
-            Those that count. All by default.
-
-    Raises:
-        `EvidenceError`: the report says nothing about one of them.
-    """
-    if report is None:
-        return 1.0
-    figures: Any = report.figures
-    if capabilities is not None:
-        if unknown := sorted(set(capabilities) - set(figures["capabilities"])):
-            raise EvidenceError(
-                f"The evidence says nothing about {unknown}, only about {sorted(figures['capabilities'])}."
-            )
-        figures = report.figures_of(capabilities)
-    rates = []
-    for name, capability in figures["capabilities"].items():
-        gap, questions = capability["arms"]["translated"]["gap_recovered"], figures["choices"].get(name)
-        if questions is not None:
-            rates.append(questions["accuracy"]["native"] - questions["accuracy"]["translated"])
-        elif gap is not None:
-            rates.append(1 - gap["value"])
-    return min(max(statistics.fmean(rates), 0.0), 1.0) if rates else 1.0

@@ -57,6 +57,8 @@ def test_measured_mapper(run, models, evaluated):
     assert plan["validation_seconds"] == 180
     # It is the exact one: nothing is answered wrong.
     assert plan["decisions"][0]["wrong_answer_seconds"] < 0.1
+    again = json.loads(run("plan", evaluated[0], *models, *TRAFFIC, "--effort", 0.5, "--json").stdout)
+    assert again["verdict"]["effort"] == again["decisions"][0]["effort"] == 0.5
 
 
 @pytest.mark.parametrize("traffic", ["100", "100=", "0=5", "many=5", "100=-1"])

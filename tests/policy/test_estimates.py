@@ -26,6 +26,10 @@ def test_an_evaluation_reads_each_document_and_hands_it_over(llama):
     mapper.evidence = make_report(rows, settings={"context_tokens": 400, "continuation_tokens": 100}, probe=None)
     each = COSTS.prefill.seconds(500) + COSTS.source_prefill.seconds(500) + 4 * COSTS.handoff.seconds(500)
     assert validation_seconds(COSTS, mapper) == pytest.approx(8 * each)
+    settings = mapper.evidence.settings | {"efforts": [0.15, 0.3]}
+    mapper.evidence = make_report(rows, settings=settings, probe=None)
+    more = sum(COSTS.handoff_with(effort).seconds(500) for effort in (0.15, 0.3))
+    assert validation_seconds(COSTS, mapper) == pytest.approx(8 * (each + more))
     assert validation_seconds(COSTS) > validation_seconds(COSTS, mapper)  # of 150 documents
 
 

@@ -88,6 +88,6 @@ def test_lengths_that_no_model_reads(llama):
 def test_calibrated_policy(llama):
     policy = TransferPolicy.calibrate(identity_mapper(llama), llama, llama, lengths=LENGTHS, runs=1, concurrency=2)
     assert policy.concurrency == 2
-    assert policy.error_rate == 1.0  # there is no evidence
+    assert policy.error_rates == {0: 1.0}  # there is no evidence
     assert policy.refusal_rate == 0.0
     assert policy.decide(64).prefill_seconds > 0

@@ -30,6 +30,12 @@ def test_adaptation_is_shared_by_what_is_worth_a_handoff():
     assert plan.summary().startswith("Transfer: the mapper takes 15.0 min and saves as much in 4.8 days")
 
 
+def test_with_an_effort_a_handoff_takes_longer():
+    plain, again = make(), make(effort=0.3)
+    assert [decision.effort for decision in again.decisions] == [0.3, 0.3]
+    assert again.saved_seconds < plain.saved_seconds
+
+
 def test_mapper_that_does_not_pay_in_its_lifetime():
     plan = make(days=3)
     assert not plan.pays

@@ -2,11 +2,8 @@ import dataclasses
 
 import pytest
 
-from hf_kvtransfer import EvidenceError, MeasuredCosts, TransferPolicy
+from hf_kvtransfer import MeasuredCosts, TransferPolicy
 from hf_kvtransfer.policy import TimeModel, policy
-from hf_kvtransfer.policy.policy import error_rate
-
-from ..fidelity.evidence import make_report, passage
 
 
 # No device: nothing of the machine at hand goes into the numbers.
@@ -133,7 +130,11 @@ def test_machine_at_hand():
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"error_rate": 1.5}, "error_rate"), ({"refusal_rate": float("nan")}, "refusal_rate")]
+    [
+        ({"error_rate": 1.5}, "error_rate"),
+        ({"error_rate": {0.2: 0.1}}, "without an effort"),
+        ({"refusal_rate": float("nan")}, "refusal_rate"),
+    ]
     + [({"wrong_answer_seconds": -1.0}, "wrong_answer_seconds")],
 )
 def test_impossible_numbers(options, named):
@@ -147,23 +148,7 @@ def test_impossible_requests(tokens, batch_size, concurrency):
         TransferPolicy(COSTS, concurrency=concurrency).decide(tokens, batch_size)
 
 
-def test_error_rate_of_text_is_what_is_lost_of_the_gap():
-    rows = [passage(str(i), "text", native=1.0, translated=1.5, no_context=3.0) for i in range(8)]
-    assert error_rate(make_report(rows)) == pytest.approx(0.25)
-
-
-def test_error_rate_of_questions_is_what_is_answered_wrong():
-    rows = [passage(str(i), "quiz", choices=4, label=0, native=1.0, translated=1.5, no_context=3.0) for i in range(8)]
-    for row in rows[:2]:
-        row.arms["translated"] = dataclasses.replace(row.arms["translated"], chosen=1)
-    text = [passage(f"t{i}", "text", native=1.0, translated=1.5, no_context=3.0) for i in range(8)]
-    report = make_report(rows + text)
-    assert error_rate(report, ["quiz"]) == pytest.approx(0.25)
-    assert error_rate(report, ["text"]) == pytest.approx(0.25)
-    assert error_rate(report) == pytest.approx(0.25)
-    with pytest.raises(EvidenceError, match="nothing about \\['law'\\]"):
-        error_rate(report, ["law"])
-
-
-def test_without_evidence_every_answer_counts_as_wrong():
-    assert error_rate(None) == 1.0
+def test_an_effort_counts_as_the_largest_known_one_below():
+    chooser = TransferPolicy(COSTS, error_rate={0: 0.3, 0.2: 0.1}, wrong_answer_seconds=10.0)
+    wrong = [chooser.decide(1000, effort=effort).wrong_answer_seconds for effort in (0, 0.1, 0.2, 0.9, 1)]
+    assert wrong == pytest.approx([3.0, 3.0, 1.0, 1.0, 0.0])
