@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,26 @@ def test_what_is_read_again_is_the_models_own(models, mappers):
             assert again.report.transfer.effort == 0.4
     with pytest.raises(ValueError, match="`effort`"):
         Conversation(models, effort=2)
+
+
+@pytest.mark.parametrize(("effort", "counted"), [(0.4, 0.4), ("auto", 0.0)])
+def test_a_policy_is_told_the_effort_and_what_follows(models, mappers, effort, counted):
+    asked = []
+
+    def decide(*request):
+        asked.append(request)
+        return SimpleNamespace(choice="recompute", reason="for once")
+
+    policies = {("a", "b"): SimpleNamespace(decide=decide)}
+    conversation = Conversation(models, mappers, **UNGATED, effort=effort, policies=policies)
+    reply(conversation, "a", QUESTIONS[0])
+    report = reply(conversation, "b", QUESTIONS[1]).report
+    assert report.translated_tokens == {}
+    assert "not worth a handoff: for once" in report.reasons[0]
+    tokens, batch_size, known, question = asked[0]
+    assert (batch_size, known) == (1, counted)
+    assert question > 0
+    assert 0 < tokens < report.native_tokens - question  # the first tokens stand before them
 
 
 def test_between_tokenizers(tokenizers):
