@@ -1,4 +1,4 @@
-"""How large features are, and what layer maps make of them, measured on a few texts."""
+"""How large features are, and what layer maps make of them, inside and at their ends, measured on a few texts."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,6 +10,7 @@ from torch import nn
 
 from ..maps.head_matched import HeadMatchedMap
 from ..maps.identity import IdentityMap
+from ..maps.residual_mlp import ResidualMLPMap
 from .columns import key_value_columns
 from .continuations import Continuations, ReadText
 from .moments import Moments
@@ -22,7 +23,7 @@ _SMALLEST = 1e-3
 
 class Scales:
     """
-    Mean and standard deviation of each feature, and of each output of each layer map.
+    Mean and standard deviation of each feature, of each output of each layer map, and of its waist.
 
     Args:
         reader (`Continuations`):
@@ -38,12 +39,15 @@ class Scales:
         names += [TOKENS] if self._mapper.config.token_features else []
         self._features = Moments((name, name) for name in names)
         self._outputs: dict[int, Moments] = {}
+        self._waists: dict[int, Moments] = {}
         with ExitStack() as stack:
             for i, layer_map in enumerate(self._mapper.layers):
                 hook = layer_map.register_forward_hook(partial(self._note, i))
                 stack.callback(hook.remove)
             for text in texts:
-                self._features.add(self._rows(text))
+                rows = self._rows(text)
+                self._features.add(rows)
+                self._note_waists(rows)
                 reader.predict(text)
 
     def _rows(self, text: ReadText) -> dict:
@@ -55,6 +59,22 @@ class Scales:
             rows[TOKENS] = text.token_features[0, sinks:]
         return rows
 
+    def _note_waists(self, rows: dict) -> None:
+        layer_map: Any
+        for i, layer_map in enumerate(self._mapper.layers):
+            if hasattr(layer_map, "down"):
+                down = layer_map.down
+                features = torch.cat([rows[name].to(down.device) for name in self._names(layer_map)], 1)
+                if isinstance(layer_map, ResidualMLPMap):  # whose features are standardised, and means do not matter
+                    features = features / layer_map.feature_scale
+                waist = features.to(down.dtype) @ down.T
+                self._waists.setdefault(i, Moments([("waist", "waist")])).add({"waist": waist})
+
+    def _names(self, layer_map: Any) -> list:
+        """Of the blocks of features that a layer map reads."""
+        reads_tokens = not isinstance(layer_map, IdentityMap) and self._mapper.config.token_features
+        return [*(("source", i) for i in layer_map.source_layers), *([TOKENS] if reads_tokens else [])]
+
     def _note(self, layer_idx: int, layer_map: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
         self._outputs.setdefault(layer_idx, Moments([("output", "output")])).add({"output": output.flatten(0, 1)})
 
@@ -63,11 +83,13 @@ class Scales:
         moments = self._outputs[layer_idx]
         return moments.mean(["output"]).float(), _scale(moments, "output")
 
+    def waist(self, layer_idx: int) -> torch.Tensor | None:
+        """Standard deviation of a layer map's waist, `[waist]`, on the CPU; `None` if it has none."""
+        return _scale(self._waists[layer_idx], "waist") if layer_idx in self._waists else None
+
     def features(self, layer_map: Any) -> torch.Tensor:
         """Standard deviation of the features that a layer map reads, `[in_features]`, or `[heads, in_features]`."""
-        scales = [_scale(self._features, ("source", i)) for i in layer_map.source_layers]
-        if not isinstance(layer_map, IdentityMap) and self._mapper.config.token_features:
-            scales.append(_scale(self._features, TOKENS))
+        scales = [_scale(self._features, name) for name in self._names(layer_map)]
         if not isinstance(layer_map, HeadMatchedMap):
             return torch.cat(scales)
         rows = []

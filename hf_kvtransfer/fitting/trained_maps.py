@@ -54,7 +54,13 @@ class TrainedMaps:
             corrected = can_be_corrected(layer_map)
             if train_weights or not corrected or isinstance(layer_map, ResidualMLPMap):
                 outputs = _by_head(scale, layer) if isinstance(layer_map, HeadMatchedMap) else scale
-                self._steps += train_in_steps(layer_map, scales.features(layer_map).to(device), outputs)
+                waist = scales.waist(i)
+                self._steps += train_in_steps(
+                    layer_map,
+                    scales.features(layer_map).to(device),
+                    outputs,
+                    None if waist is None else waist.to(device),
+                )
             if corrected:
                 correction: Any = OutputCorrection(layer_map, layer, mean, scale)
                 self._layers[i] = correction

@@ -41,7 +41,10 @@ class WeightStep(nn.Module):
 
 
 def train_in_steps(
-    layer_map: nn.Module, feature_scale: torch.Tensor, output_scale: torch.Tensor
+    layer_map: nn.Module,
+    feature_scale: torch.Tensor,
+    output_scale: torch.Tensor,
+    waist_scale: torch.Tensor | None = None,
 ) -> list[nn.Parameter]:
     """
     Let the weight matrices of a layer map, in place, be trained by [`WeightStep`]; its vectors stay as they are.
@@ -53,6 +56,8 @@ def train_in_steps(
             Standard deviation of the features that it reads, `[in_features]` or `[heads, in_features]`.
         output_scale (`torch.Tensor`):
             Standard deviation of what it puts out, `[out_features]` or `[heads, out_features]`.
+        waist_scale (`torch.Tensor`, *optional*):
+            Standard deviation of what its `down` puts out and its `up` reads, `[waist]`.
 
     Returns:
         `list[nn.Parameter]`: The steps.
@@ -60,17 +65,15 @@ def train_in_steps(
     steps = []
     for module, name, parameter in list(matrices(layer_map)):
         weight = parameter.detach()
-        out_features, in_features = weight.shape[-2:]
-        rows, columns = (weight.square().mean(dim, keepdim=True).sqrt() for dim in (-1, -2))
-        # What a matrix does not share with the map as a whole, a waist, is told by the size of its weights.
-        from_outputs, from_inputs = out_features == output_scale.shape[-1], in_features == feature_scale.shape[-1]
-        row = output_scale[..., None] if from_outputs else rows / rows.mean().clamp(min=1e-12)
-        # An MLP reads features that are standardised already.
-        inputs = (
-            torch.ones_like(feature_scale) if isinstance(module, ResidualMLPMap) and name == "down" else feature_scale
-        )
-        column = 1 / inputs[..., None, :] if from_inputs else _or_ones(columns / columns.mean())
-        size = (row * column / in_features).expand_as(weight).contiguous()
+        inputs, outputs = feature_scale, output_scale
+        if name == "up":
+            inputs = waist_scale
+        elif name == "down":
+            outputs = waist_scale
+            if isinstance(module, ResidualMLPMap):  # which reads features that are standardised already
+                inputs = torch.ones_like(feature_scale)
+        assert inputs is not None and outputs is not None
+        size = (outputs[..., None] / inputs[..., None, :] / weight.shape[-1]).expand_as(weight).contiguous()
         parametrize.register_parametrization(module, name, WeightStep(weight, size))
         parametrizations: Any = module.parametrizations
         steps.append(parametrizations[name].original.requires_grad_(True))
@@ -84,7 +87,3 @@ def take_steps(layer_map: nn.Module) -> None:
             names: Any = module.parametrizations
             for name in list(names):
                 parametrize.remove_parametrizations(module, name)
-
-
-def _or_ones(scale: torch.Tensor) -> torch.Tensor:
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
