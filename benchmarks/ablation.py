@@ -4,7 +4,8 @@ What each part of a mapper is worth: rows that differ from the base in one thing
     python benchmarks/ablation.py DATA --output ablation.jsonl
 
 Each row is appended to the output as soon as it is measured, and what is there already is not measured again: the same
-command goes on after an interruption. Mappers and the sums of an interrupted fit lie in a folder beside it.
+command goes on after an interruption. Mappers, the sums of an interrupted fit and what the models make of the text,
+which only the first fit lets them read, lie in a folder beside it.
 """
 
 import hashlib
@@ -109,9 +110,8 @@ class Ablation:
         folder = self.folder / key.hexdigest()[:16]
         if not folder.is_dir():
             sums = folder.with_suffix(".checkpoint")
-            mapper, seconds = timed(
-                fit_mapper, *self.pair.models, texts, **self.pair.tokenizers, **settings, checkpoint=sums
-            )
+            options = settings | {"checkpoint": sums, "keep_states": self.folder / "states"}
+            mapper, seconds = timed(fit_mapper, *self.pair.models, texts, **self.pair.tokenizers, **options)
             mapper.config.fit["seconds"] = seconds
             unfinished = folder.with_suffix(".partial")
             mapper.save_pretrained(unfinished)

@@ -1,5 +1,6 @@
 """`fit_mapper`: calibration text in, mapper out, in closed form."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from .arguments import check_numbers, parse_bytes
 from .budget import Budget
 from .checkpoint import Checkpoint
 from .costs import MapPlan
+from .kept_states import KeptStates
 from .layer_fit import FittedLayer, fit_layers
 from .memory import memory_groups
 from .processes import Processes
@@ -61,6 +63,7 @@ def fit_mapper(
     seed: int = 0,
     checkpoint: str | Path | None = None,
     memory: str | int | None = None,
+    keep_states: str | Path | None = None,
 ) -> KVMapper:
     """
     Fit a mapper from one model's cache to another's by ridge regression on sums over calibration text.
@@ -136,6 +139,11 @@ def fit_mapper(
         memory (`str` or `int`, *optional*):
             What sums and solves may take: `"16GB"` or a number of bytes. Where it is too little for all target layers
             at once, the states of both models are written to `checkpoint` and target layers are taken in groups.
+        keep_states (`str` or `Path`, *optional*):
+            A folder for what both models make of each text. Another fit of the same models on the same texts, with
+            another kind of map, budget or number of layers, takes it from there and lets no model read. For each
+            token it holds the keys and values of both models, in their dtypes: delete it when it is not needed any
+            more.
 
     Returns:
         [`KVMapper`]: Its config's `fit` holds the settings, the amount of text, and for each layer the ridge
@@ -165,7 +173,8 @@ def fit_mapper(
     processes = Processes(source, target)
     geometries = KVGeometry.from_model(source), KVGeometry.from_model(target)
     reads_tokens = token_features and kind != "identity"
-    states = PairedStates(
+    make_states = PairedStates if keep_states is None else functools.partial(KeptStates, Path(keep_states))
+    states = make_states(
         source, target, source_tokenizer, target_tokenizer, reads_tokens, sink_tokens, max_length, native_layers
     )
     target_layers = {

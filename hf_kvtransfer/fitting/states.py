@@ -62,6 +62,7 @@ class PairedStates:
         self.source, self.target = source, target
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self.token_features, self.sink_tokens, self.max_length = token_features, sink_tokens, max_length
+        self.native_layers = native_layers
         self._attention_input = None if native_layers is None else AttentionInput(target, native_layers)
 
     def batches(self, texts: Iterable, batch_size: int, held_out_every: int) -> Iterator[tuple[bool, list]]:
@@ -133,6 +134,10 @@ class PairedStates:
         Raises:
             `CalibrationError`: a model's states are not finite.
         """
+        return self.read_with_counts(batch)[0]
+
+    def read_with_counts(self, batch: list) -> tuple[dict, list[int]]:
+        """The same, and how many of the rows are of each text."""
         if self.target_tokenizer is None:
             ids, mask = pad_rows(batch)
             source = SourceKV.prefill(self.source, None, ids, attention_mask=mask, token_losses=False)
@@ -175,4 +180,4 @@ class PairedStates:
             with torch.no_grad():
                 token_ids = target.input_ids[row, target_column].to(input_device(self.target))
                 blocks[TOKENS] = self.target.get_input_embeddings()(token_ids)
-        return blocks
+        return blocks, row.bincount(minlength=len(batch)).tolist()

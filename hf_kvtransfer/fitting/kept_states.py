@@ -1,0 +1,101 @@
+"""States of both models that are kept from one fit to the next: only the first lets the models read."""
+
+import hashlib
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from ..compat import input_device
+from ..identity import ModelIdentity
+from ..whole_files import whole_file
+from .states import TOKENS, PairedStates
+
+
+logger = logging.get_logger(__name__)
+
+Blocks = dict[Hashable, torch.Tensor]
+
+
+class KeptStates(PairedStates):
+    """
+    [`PairedStates`] that reads a text from files where another fit has let the models read it.
+
+    What the target knows of a token depends on `native_layers`, and has a file of its own; all else is the same for
+    every kind of map.
+
+    Args:
+        folder (`Path`):
+            Where the files are, or are going to be. Any of them may be deleted between two fits.
+        arguments:
+            Of [`PairedStates`].
+    """
+
+    def __init__(self, folder: Path, *arguments: Any):
+        super().__init__(*arguments)
+        self._folder, self._keeps = folder, True
+        sides = ((self.source, self.source_tokenizer), (self.target, self.target_tokenizer))
+        about: dict[str, Any] = {
+            "models": [ModelIdentity.from_model(*side).to_dict() for side in sides],
+            "dtypes": [str(model.dtype) for model, _ in sides],
+            "sink_tokens": self.sink_tokens,
+        }
+        self._abouts = [about, about | {"tokens": self.native_layers}][: 1 + self.token_features]
+
+    def read(self, batch: list) -> Blocks:
+        """As [`PairedStates.read`]."""
+        files = [self._files(text) for text in batch]
+        texts = [[_load(file) for file in own] for own in files]
+        unread = [number for number, parts in enumerate(texts) if None in parts]
+        if unread:
+            rows, counts = self.read_with_counts([batch[number] for number in unread])
+            split = {name: block.split(counts) for name, block in rows.items()}
+            for place, number in enumerate(unread):
+                states: Blocks = {name: parts[place] for name, parts in split.items()}
+                tokens: Blocks = {name: states.pop(name) for name in [TOKENS] if name in states}
+                texts[number] = [states, tokens][: len(self._abouts)]
+                self._save(files[number], texts[number])
+        blocks: list[Blocks] = [{k: block for part in parts if part for k, block in part.items()} for parts in texts]
+        device = input_device(self.target)
+        return {name: torch.cat([text[name].to(device) for text in blocks]) for name in blocks[0]}
+
+    def _files(self, text: str | torch.Tensor) -> list[Path]:
+        content = text if isinstance(text, str) else torch.as_tensor(text).tolist()
+        names = (hashlib.sha256(json.dumps([about, content]).encode()).hexdigest() for about in self._abouts)
+        return [self._folder / f"{name}.safetensors" for name in names]
+
+    def _save(self, files: list[Path], parts: list[Blocks | None]) -> None:
+        for file, part in zip(files, parts, strict=True):
+            if not self._keeps or part is None or file.exists():
+                continue
+            tensors = {_name(block): states.contiguous().cpu() for block, states in part.items()}
+            try:
+                with whole_file(file) as unfinished:
+                    save_file(tensors, unfinished)
+            except (OSError, SafetensorError) as error:
+                self._keeps = False  # the fit itself needs none of them
+                logger.warning(f"No more states are kept in {self._folder}: {error}.")
+
+
+def _name(block: Hashable) -> str:
+    return block if isinstance(block, str) else ".".join(map(str, block))  # type: ignore[arg-type]
+
+
+def _load(file: Path) -> Blocks | None:
+    """The blocks of a file, `None` if it is not there, or cannot be read and is thus to be written anew."""
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError):
+        file.unlink(missing_ok=True)
+        return None
+    return {_block(name): states for name, states in tensors.items()}
+
+
+def _block(name: str) -> Hashable:
+    side, _, layer_idx = name.partition(".")
+    return (side, int(layer_idx)) if layer_idx else name
