@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .states import TOKENS, PairedStates
 
 logger = logging.get_logger(__name__)
 
-Blocks = dict[Hashable, torch.Tensor]
+Blocks = dict[Any, torch.Tensor]  # by the names of [`PairedStates`]
 
 
 class KeptStates(PairedStates):
@@ -82,8 +81,8 @@ class KeptStates(PairedStates):
                 logger.warning(f"No more states are kept in {self._folder}: {error}.")
 
 
-def _name(block: Hashable) -> str:
-    return block if isinstance(block, str) else ".".join(map(str, block))  # type: ignore[arg-type]
+def _name(block: str | tuple[str, int]) -> str:
+    return block if isinstance(block, str) else ".".join(map(str, block))
 
 
 def _load(file: Path) -> Blocks | None:
@@ -96,6 +95,6 @@ def _load(file: Path) -> Blocks | None:
     return {_block(name): states for name, states in tensors.items()}
 
 
-def _block(name: str) -> Hashable:
+def _block(name: str) -> str | tuple[str, int]:
     side, _, layer_idx = name.partition(".")
     return (side, int(layer_idx)) if layer_idx else name
