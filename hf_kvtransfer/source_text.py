@@ -22,7 +22,7 @@ def cut_text(
     text: Sequence[str] | None, spans: torch.Tensor | None, attention_mask: torch.Tensor, tokens: slice
 ) -> tuple[list[str] | None, torch.Tensor | None]:
     """The same of a range of tokens: each row's text from its first character on."""
-    if text is None or spans is None:
+    if text is None:
         return None, None
     spans, cut = spans[:, tokens].clone(), []
     for row, row_mask in enumerate(attention_mask[:, tokens].bool()):

@@ -20,10 +20,7 @@ def gate(
             metavar="NAME", help="Judge by this capability of the evidence. Repeat it for more; default all."
         ),
     ] = None,
-    effort: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Share of the translated tokens that the target is to read again."),
-    ] = 0.0,
+    effort: loading.Effort = 0.0,
     probe: Annotated[bool, typer.Option("--probe", help="Show the probe's operating curve, too.")] = False,
     page: report_page.ReportFile = None,
     source_tokenizer: loading.SourceTokenizer = None,

@@ -33,6 +33,10 @@ DType = Annotated[
     typer.Option(help="Of the models' weights; auto is what they were saved in."),
 ]
 DeviceMap = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda:1 and so on.")]
+Effort = Annotated[
+    float,
+    typer.Option(min=0.0, max=1.0, help="Share of the translated tokens that the target is to read again."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on stdout.")]
 
 

@@ -46,10 +46,7 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME", help="Judge the mapper by this capability of its evidence. Repeat it for more."),
     ] = None,
-    effort: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Share of the translated tokens that the target is to read again."),
-    ] = 0.0,
+    effort: loading.Effort = 0.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure prefills and handoffs again, whatever was measured before.")
     ] = False,

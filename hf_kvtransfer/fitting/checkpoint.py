@@ -17,6 +17,7 @@ from ..errors import CalibrationError
 from ..nested import describe_differences
 from ..whole_files import remove_file, whole_file
 from .processes import Processes
+from .text import content_of
 
 
 logger = logging.get_logger(__name__)
@@ -123,8 +124,7 @@ class Checkpoint:
             if number - 1 > skipped and time.monotonic() - self._last_write >= self._write_seconds / WRITE_SHARE:
                 self._write(stage, number - 1, digest.hexdigest(), sums, results)
             for text in batch:
-                content = text if isinstance(text, str) else str(torch.as_tensor(text).tolist())
-                digest.update(len(content).to_bytes(8, "big") + content.encode("utf-8", "surrogatepass"))
+                digest.update(content_of(text))
             yield held_out, batch, number > skipped and self._processes.is_mine(number - 1)
             if number == skipped and digest.hexdigest() != resumed["digest"]:
                 raise self._other_texts(number)

@@ -14,6 +14,7 @@ from ..compat import input_device
 from ..identity import ModelIdentity
 from ..whole_files import whole_file
 from .states import TOKENS, PairedStates
+from .text import content_of
 
 
 logger = logging.get_logger(__name__)
@@ -44,55 +45,57 @@ class KeptStates(PairedStates):
             "dtypes": [str(model.dtype) for model, _ in sides],
             "sink_tokens": self.sink_tokens,
         }
-        self._abouts = [about, about | {"tokens": self.native_layers}][: 1 + self.token_features]
+        abouts = [about, about | {"tokens": self.native_layers}] if self.token_features else [about]
+        self._abouts = [hashlib.sha256(json.dumps(part).encode()).digest() for part in abouts]
 
     def read(self, batch: list) -> Blocks:
         """As [`PairedStates.read`]."""
         files = [self._files(text) for text in batch]
-        texts = [[_load(file) for file in own] for own in files]
-        unread = [number for number, parts in enumerate(texts) if None in parts]
+        texts = [_load(own) for own in files]
+        unread = [number for number, blocks in enumerate(texts) if blocks is None]
         if unread:
             rows, counts = self.read_with_counts([batch[number] for number in unread])
             split = {name: block.split(counts) for name, block in rows.items()}
             for place, number in enumerate(unread):
-                states: Blocks = {name: parts[place] for name, parts in split.items()}
-                tokens: Blocks = {name: states.pop(name) for name in [TOKENS] if name in states}
-                texts[number] = [states, tokens][: len(self._abouts)]
-                self._save(files[number], texts[number])
-        blocks: list[Blocks] = [{k: block for part in parts if part for k, block in part.items()} for parts in texts]
+                blocks = {name: parts[place] for name, parts in split.items()}
+                texts[number] = blocks
+                if self._keeps:
+                    self._save(files[number], blocks)
         device = input_device(self.target)
-        return {name: torch.cat([text[name].to(device) for text in blocks]) for name in blocks[0]}
+        return {name: torch.cat([blocks[name].to(device) for blocks in texts]) for name in texts[0]}
 
     def _files(self, text: str | torch.Tensor) -> list[Path]:
-        content = text if isinstance(text, str) else torch.as_tensor(text).tolist()
-        names = (hashlib.sha256(json.dumps([about, content]).encode()).hexdigest() for about in self._abouts)
+        names = (hashlib.sha256(about + content_of(text)).hexdigest() for about in self._abouts)
         return [self._folder / f"{name}.safetensors" for name in names]
 
-    def _save(self, files: list[Path], parts: list[Blocks | None]) -> None:
-        for file, part in zip(files, parts, strict=True):
-            if not self._keeps or part is None or file.exists():
-                continue
-            tensors = {_name(block): states.contiguous().cpu() for block, states in part.items()}
-            try:
-                with whole_file(file) as unfinished:
-                    save_file(tensors, unfinished)
-            except (OSError, SafetensorError) as error:
-                self._keeps = False  # the fit itself needs none of them
-                logger.warning(f"No more states are kept in {self._folder}: {error}.")
+    def _save(self, files: list[Path], blocks: Blocks) -> None:
+        states = {_name(block): part.contiguous().cpu() for block, part in blocks.items()}
+        tokens = {TOKENS: states.pop(TOKENS)} if self.token_features else {}
+        try:
+            for file, tensors in zip(files, (states, tokens), strict=False):
+                if not file.exists():
+                    with whole_file(file) as unfinished:
+                        save_file(tensors, unfinished)
+        except (OSError, SafetensorError) as error:
+            self._keeps = False  # the fit itself needs none of them
+            logger.warning(f"No more states are kept in {self._folder}: {error}.")
 
 
 def _name(block: str | tuple[str, int]) -> str:
     return block if isinstance(block, str) else ".".join(map(str, block))
 
 
-def _load(file: Path) -> Blocks | None:
-    """The blocks of a file, `None` if it is not there, or cannot be read and is thus to be written anew."""
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError):
-        file.unlink(missing_ok=True)
-        return None
-    return {_block(name): states for name, states in tensors.items()}
+def _load(files: list[Path]) -> Blocks | None:
+    """The blocks of a text, `None` if a file is not there, or cannot be read and is thus to be written anew."""
+    blocks: Blocks = {}
+    for file in files:
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError):
+            file.unlink(missing_ok=True)
+            return None
+        blocks |= {_block(name): states for name, states in tensors.items()}
+    return blocks
 
 
 def _block(name: str) -> str | tuple[str, int]:

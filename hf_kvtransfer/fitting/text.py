@@ -1,11 +1,12 @@
 """Calibration text from wherever it is."""
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import CalibrationError, EvaluationDataError
@@ -20,6 +21,12 @@ CHUNK_LENGTH = 2000
 
 # What is read where no text is given: filtered web pages of all kinds, name and configuration.
 DEFAULT_DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
+
+
+def content_of(text: str | Sequence[int] | torch.Tensor) -> bytes:
+    """What a text or token ids are told from others by, one after the other in a digest: its length, and itself."""
+    content = text if isinstance(text, str) else str(torch.as_tensor(text).tolist())
+    return len(content).to_bytes(8, "big") + content.encode("utf-8", "surrogatepass")
 
 
 def calibration_texts(

@@ -90,7 +90,7 @@ def test_two_tokenizers(tokenizers, tmp_path):
         assert_same(fit_mapper(source, target, texts, keep_states=tmp_path, **options), expected)
 
 
-def test_full_disk_costs_no_fit(pair, tmp_path, monkeypatch, caplog):
+def test_full_disk_costs_no_fit(pair, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
