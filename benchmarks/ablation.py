@@ -46,8 +46,9 @@ ROWS = {
     "distilled": DISTILLED,
     "distilled, residual MLP": {"kind": "residual_mlp"} | DISTILLED,
     "distilled, head-matched": {"kind": "head_matched"} | DISTILLED,
-    "a quarter of the text": {"share": 0.25},
     "half of the text": {"share": 0.5},
+    "twice the text": {"share": 2},
+    "four times the text": {"share": 4},
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},
 }

@@ -59,6 +59,14 @@ def fit(
             "both models are written to the mapper's folder meanwhile.",
         ),
     ] = None,
+    keep_states: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            file_okay=False,
+            help="What the models make of the text is kept here, so that another fit on it need not read it again.",
+        ),
+    ] = None,
     residuals: Annotated[
         int, typer.Option(min=0, metavar="TEXTS", help="Texts to train the MLPs of kind residual_mlp on.")
     ] = 0,
@@ -124,7 +132,7 @@ def fit(
 
     try:
         models, tokenizers = loading.load_pair(source, target, source_tokenizer, target_tokenizer, dtype, device_map)
-        mapper = fit_in_steps(models, tokenizers, texts, options, steps, work)
+        mapper = fit_in_steps(models, tokenizers, texts, options, steps, work, keep_states)
         mapper.save_pretrained(folder)
     except KeyboardInterrupt:
         if work.exists():

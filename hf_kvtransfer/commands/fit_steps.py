@@ -28,6 +28,7 @@ def fit_in_steps(
     options: dict[str, Any],
     steps: dict[str, int],
     work: Path,
+    keep_states: Path | None = None,
 ) -> KVMapper:
     """
     Fit a mapper, then train it further on the first texts of the data.
@@ -43,6 +44,8 @@ def fit_in_steps(
             Number of texts for `"residuals"`, `"readout"` and `"distill"`; 0 leaves a step out.
         work (`Path`):
             Folder for what is done. The same call goes on from there after an interruption.
+        keep_states (`Path`, *optional*):
+            As [`fit_mapper`] takes it.
 
     Raises:
         `CalibrationError`: the folder holds an unfinished fit with other settings, texts or models.
@@ -60,8 +63,9 @@ def fit_in_steps(
     if (done / "config.json").exists():
         mapper = KVMapper.from_pretrained(done)
     else:
-        arguments: dict[str, Any] = {**tokenizers, **options, "checkpoint": work / "fit.checkpoint"}
-        mapper = fit_mapper(*models, texts=texts, **arguments)
+        arguments: dict[str, Any] = {**tokenizers, **options}
+        checkpoint = work / "fit.checkpoint"
+        mapper = fit_mapper(*models, texts=texts, **arguments, checkpoint=checkpoint, keep_states=keep_states)
         _keep(mapper, done)
     for name, number in steps.items():
         if not number:

@@ -242,7 +242,7 @@ def fit_mapper(
             reading, itertools.chain(first_texts, stream), plan, groups, moment_dtype, results, progress
         )
     num_features = max(plan.num_features(i, chosen) for i, chosen in selection.items()) if num_train else 1
-    check_enough_text(num_features, num_train, num_held_out, num_texts)
+    check_enough_text(num_features, num_train, num_held_out, num_texts, held_out_every)
     fitted: dict[int, FittedLayer] = {}
     with logging.tqdm(desc="Solving layers", total=len(selection)) as progress:
         for sums in sums_of_groups:

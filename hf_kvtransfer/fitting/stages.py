@@ -125,7 +125,7 @@ def _read_to_choose(reading: Reading, texts: Sequence, screening: ClosestLayer |
     with logging.tqdm(desc="Choosing source layers", unit="text", total=len(texts)) as progress:
         num_texts = reading.add("choosing", texts, screening, {}, progress)
     screening.reduce(reading.processes)
-    check_enough_text(1, *screening.counts, num_texts)
+    check_enough_text(1, *screening.counts, num_texts, reading.held_out_every)
 
 
 class LayerSums:
@@ -241,16 +241,22 @@ def sum_in_groups(
     return num_texts, (train, held_out), map(sum_up, groups)
 
 
-def check_enough_text(num_features: int, num_train: int, num_held_out: int, num_texts: int) -> None:
+def check_enough_text(
+    num_features: int, num_train: int, num_held_out: int, num_texts: int, held_out_every: int
+) -> None:
     """
     Raises:
         `CalibrationError`: there is too little text for the number of features, or none of it is held out.
     """
-    if num_train < 2 * num_features or not num_held_out:
+    if num_train < 2 * num_features:
         raise CalibrationError(
-            f"{num_texts} texts gave {num_train} tokens to fit on and {num_held_out} held out. For {num_features} "
-            f"features at least {2 * num_features} are needed, and some held out: give more text, or lower "
-            "`num_source_layers` or the `budget`."
+            f"{num_texts} texts gave {num_train} tokens to fit on, but a layer has {num_features} features, for which "
+            f"at least {2 * num_features} are needed: give more text, or lower `num_source_layers` or the `budget`."
+        )
+    if not num_held_out:
+        raise CalibrationError(
+            f"{num_texts} texts gave {num_train} tokens to fit on and 0 held out, where each {held_out_every}th text "
+            "is: give more text, or lower `held_out_every`."
         )
 
 

@@ -57,6 +57,21 @@ def test_options_reach_the_fit(models, texts, run, tmp_path):
     assert found["bytes"] < 60_000
 
 
+def test_another_fit_on_the_same_text_takes_kept_states(command, models, texts, run, tmp_path):
+    states, options = tmp_path / "states", ("--data", texts, "--kind", "low_rank", "--rank", 3, "--json")
+    assert run(*command, "--keep-states", states).exit_code == 0
+
+    def kept():
+        return {file: file.stat().st_mtime_ns for file in states.rglob("*") if file.is_file()}
+
+    before = kept()
+    assert before
+    other = run("fit", tmp_path / "other", *models, *options, "--keep-states", states)
+    assert kept() == before
+    plain = run("fit", tmp_path / "plain", *models, *options)
+    assert json.loads(other.stdout)["digest"] == json.loads(plain.stdout)["digest"]
+
+
 def test_exact_copies_are_admitted_as_they_are(models, texts, run, tmp_path):
     result = run("fit", tmp_path / "new", *models, "--data", texts, "--kind", "identity", "--native-layers", -1)
     assert result.exit_code == 0, result.output
