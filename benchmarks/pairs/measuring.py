@@ -200,15 +200,19 @@ def median_seconds(steps: dict[str, Callable[[], Any]], runs: int) -> dict[str, 
 
 
 def measure(mapper: KVMapper, pair: Pair, held_out: list[dict], contexts: list[int], limit: int, runs: int) -> list:
-    """For each length of the context a dict of the figures and the seconds."""
+    """For each length of the context a dict of the figures, the losses of each document by arm, and the seconds."""
     results = []
     for context in contexts:
         rows = held_out_rows(held_out, pair.target_tokenizer, context)
         steps = translation_steps(mapper, pair, rows[0]["text"], context)
+        report = evaluate(mapper, pair, rows, context, limit=limit)
         results.append(
             {
                 "context": context,
-                "figures": evaluate(mapper, pair, rows, context, limit=limit).figures,
+                "figures": report.figures,
+                "losses": {
+                    row.document: {arm: score.loss for arm, score in row.arms.items()} for row in report.results
+                },
                 "seconds": median_seconds(steps, runs),
             }
         )
