@@ -56,6 +56,8 @@ ROWS = {
     "four times the text": {"share": 4},
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},
+    "4 bits, source layers: 8": {"num_source_layers": 8, "bits": 4},
+    "4 bits, source layers: 12": {"num_source_layers": 12, "bits": 4},
 }
 
 

@@ -33,7 +33,7 @@ from hf_kvtransfer.translation import Translation
 
 
 CONTINUATION = 64  # tokens that are scored behind each context
-_SHOWN_WIDTH = 200  # of tables in a pipe or a file
+_SHOWN_WIDTH = 240  # of tables in a pipe or a file
 
 Loader = Callable[[list[dict]], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
