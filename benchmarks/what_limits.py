@@ -40,11 +40,21 @@ def inside_source_tokens(pair: Pair, passage: Passage, length: int) -> torch.Ten
     return torch.tensor([end not in ends for _, end in spans[:length]])
 
 
-def parts(pair: Pair, passage: Passage, cache: DynamicCache) -> Iterator[tuple[str, set[int], str, torch.Tensor]]:
-    """Names of parts, with the layers, the states (`k`, `v`) and the tokens that they are."""
+def parts(
+    pair: Pair, passage: Passage, cache: DynamicCache, keys_of: list[int]
+) -> Iterator[tuple[str, set[int], str, torch.Tensor]]:
+    """
+    Names of parts, with the layers, the states (`k`, `v`) and the tokens that they are: all kinds of parts, or with
+    `keys_of` the keys of these layers, each alone and together.
+    """
     layers, length = range(len(cache.layers)), cache.get_seq_length()
     everywhere, places = torch.ones(length, dtype=torch.bool), torch.arange(length)
     yield "nothing", set(), "", everywhere
+    if keys_of:
+        for layer_idx in keys_of:
+            yield f"keys of layer {layer_idx}", {layer_idx}, "k", everywhere
+        yield f"keys of layers {', '.join(map(str, keys_of))}", set(keys_of), "k", everywhere
+        return
     yield "keys", set(layers), "k", everywhere
     yield "values", set(layers), "v", everywhere
     bounds = [len(layers) * i // GROUPS for i in range(GROUPS + 1)]
@@ -66,7 +76,9 @@ def mixed(
     return translated
 
 
-def gained(replay: Replay, pair: Pair, passage: Passage) -> tuple[dict[str, float], dict[str, float]]:
+def gained(
+    replay: Replay, pair: Pair, passage: Passage, keys_of: list[int]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Of each cache what it gains over no context, in nats, and which share of the tokens is the target's own."""
     ids, target = passage.target_ids, pair.target
     translation = replay.translate(passage, replay.read_source(passage))
@@ -77,7 +89,7 @@ def gained(replay: Replay, pair: Pair, passage: Passage) -> tuple[dict[str, floa
 
     own = own_cache(target, ids[:-1])
     losses, shares = {"all": loss(own_cache(target, ids[:-1]))}, {"all": 1.0}
-    for name, layers, states, tokens in parts(pair, passage, own):
+    for name, layers, states, tokens in parts(pair, passage, own, keys_of):
         cache = install(DynamicCache(config=target.config), translation)
         losses[name] = loss(mixed(cache, own, layers, states, tokens))
         shares[name] = tokens.float().mean().item() if layers else 0.0
@@ -97,6 +109,7 @@ def main():
     parser.add_argument("--mapper", type=Path, required=True)
     parser.add_argument("--source", choices=(SMOLLM2, GEMMA), default=SMOLLM2)
     parser.add_argument("--target", choices=(SMOLLM2, GEMMA), default=GEMMA)
+    parser.add_argument("--keys-of", type=int, nargs="+", default=[], metavar="LAYER", help="only these layers' keys")
     parser.set_defaults(contexts=[256])
     arguments, rows, held_out, _ = parse(parser)
     pair = Pair.load(demo(arguments.source), demo(arguments.target), rows)
@@ -108,12 +121,15 @@ def main():
         documents = held_out_rows(held_out, pair.target_tokenizer, context)
         passages = load_evaluation_data(documents, *pair.tokenizers.values(), **lengths).documents
         gains, shares = zip(
-            *(gained(replay, pair, d.passages[0]) for d in tqdm(passages, unit="document")), strict=True
+            *(gained(replay, pair, d.passages[0], arguments.keys_of) for d in tqdm(passages, unit="document")),
+            strict=True,
         )
         totals = np.array([list(gain.values()) for gain in gains])
-        low, high = share_intervals(resampled_totals(totals))
-        for name, total, *bounds in zip(gains[0], totals.sum(0), low, high, strict=True):
-            gap = dict(zip(("value", "low", "high"), (total / totals[:, 0].sum(), *bounds), strict=True))
+        bounds = share_intervals(resampled_totals(totals))
+        if bounds is None:
+            parser.error(f"in {len(passages)} documents the context does not clearly help: give more of them.")
+        for name, total, low, high in zip(gains[0], totals.sum(0), *bounds, strict=True):
+            gap = {"value": total / totals[:, 0].sum(), "low": low, "high": high}
             tokens = np.mean([of_document[name] for of_document in shares])
             shown.append([name, f"{context:,}", f"{tokens:.2f}", share(gap)])
     title = f"{arguments.source} to {arguments.target}, {arguments.mapper.name}, {len(passages)} documents"
