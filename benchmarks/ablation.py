@@ -5,7 +5,8 @@ What each part of a mapper is worth: rows that differ from the base in one thing
 
 Each row is appended to the output as soon as it is measured, and what is there already is not measured again: the same
 command goes on after an interruption. Mappers, the sums of an interrupted fit and what the models make of the text,
-which only the first fit lets them read, lie in a folder beside it.
+which only the first fit lets them read, lie in a folder beside it. Rows are compared with the base, which is measured
+if it is not there.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from pairs.measuring import (
 )
 
 from hf_kvtransfer import KVMapper, fit_mapper
-from hf_kvtransfer.fidelity.statistics import resampled_totals, share_intervals
+from hf_kvtransfer.fidelity.statistics import shares_of_first
 
 
 # Of `fit_mapper`, and what is done with the fitted mapper: `share` of the texts, `readout`, `epochs`, `bits`.
@@ -130,13 +131,12 @@ class Ablation:
 
 def more_than(base: dict, result: dict) -> str:
     """What more of the gap is recovered than in the base, with the interval of a paired bootstrap over documents."""
-    losses = [
+    gains = [
         (own["no_context"] - own["native"], own["translated"] - result["losses"][document]["translated"])
         for document, own in base["losses"].items()
     ]
-    gap, more = np.array(losses).sum(0)
-    bounds = share_intervals(resampled_totals(np.array(losses)))
-    return "-" if bounds is None else f"{more / gap:+.3f} [{bounds[0, 1]:+.3f}, {bounds[1, 1]:+.3f}]"
+    shares = shares_of_first(np.array(gains))
+    return "-" if shares is None else "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**shares[1])
 
 
 def main():

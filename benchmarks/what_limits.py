@@ -6,7 +6,10 @@ What limits a mapper: the gap recovered when parts of the translated cache are t
 Contexts must be no longer than the target's windows.
 """
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,66 +17,67 @@ import torch
 from pairs.made_models import GEMMA, SMOLLM2, demo
 from pairs.measuring import CONTINUATION, Pair, held_out_rows, make_parser, parse, print_table, ready, share
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_kvtransfer import KVMapper
+from hf_kvtransfer.alignment import align_tokens
 from hf_kvtransfer.alignment.spans import encode_with_spans
-from hf_kvtransfer.compat import read_into_cache
+from hf_kvtransfer.compat import filled_cache
 from hf_kvtransfer.fidelity.data import Passage, load_evaluation_data
 from hf_kvtransfer.fidelity.replay import Replay
 from hf_kvtransfer.fidelity.scoring import compare, read_continuations
-from hf_kvtransfer.fidelity.statistics import resampled_totals, share_intervals
-from hf_kvtransfer.layers import install
+from hf_kvtransfer.fidelity.statistics import shares_of_first
 
 
 GROUPS = 5  # of neighbouring layers
 END = 32  # first or last tokens
 
 
-def inside_source_tokens(pair: Pair, passage: Passage, length: int) -> torch.Tensor:
-    """Which of the first tokens end where no token of the source ends."""
-    _, source_spans = encode_with_spans(pair.source_tokenizer, passage.source_text)
-    ids, spans = encode_with_spans(pair.target_tokenizer, passage.source_text)
-    if ids[:length] != passage.target_ids[:length]:
-        raise ValueError("The target's tokens are not those of the source's text: give plain text.")
-    ends = {end for _, end in source_spans}
-    return torch.tensor([end not in ends for _, end in spans[:length]])
+@dataclasses.dataclass
+class Part:
+    """What is the target's own: the `"keys"` or `"values"` of some layers and some tokens, a mask `[tokens]`."""
+
+    name: str
+    layers: Sequence[int]
+    states: Sequence[str]
+    tokens: torch.Tensor
 
 
-def parts(
-    pair: Pair, passage: Passage, cache: DynamicCache, keys_of: list[int]
-) -> Iterator[tuple[str, set[int], str, torch.Tensor]]:
-    """
-    Names of parts, with the layers, the states (`k`, `v`) and the tokens that they are: all kinds of parts, or with
-    `keys_of` the keys of these layers, each alone and together.
-    """
-    layers, length = range(len(cache.layers)), cache.get_seq_length()
+def exact(pair: Pair, text: str, length: int) -> torch.Tensor:
+    """Which of the first tokens end where a token of the source ends."""
+    spans = [encode_with_spans(tokenizer, text)[1] for tokenizer in pair.tokenizers.values()]
+    return align_tokens(text, spans[0], text, spans[1]).exact[:length]
+
+
+def parts(pair: Pair, text: str, num_layers: int, length: int, keys_of: list[int]) -> Iterator[Part]:
+    """All, nothing, and parts of all kinds, or with `keys_of` the keys of these layers, each alone and together."""
+    layers, both = range(num_layers), ("keys", "values")
     everywhere, places = torch.ones(length, dtype=torch.bool), torch.arange(length)
-    yield "nothing", set(), "", everywhere
+    yield Part("all", layers, both, everywhere)
+    yield Part("nothing", [], [], ~everywhere)
     if keys_of:
         for layer_idx in keys_of:
-            yield f"keys of layer {layer_idx}", {layer_idx}, "k", everywhere
-        yield f"keys of layers {', '.join(map(str, keys_of))}", set(keys_of), "k", everywhere
+            yield Part(f"keys of layer {layer_idx}", [layer_idx], ["keys"], everywhere)
+        yield Part(f"keys of layers {', '.join(map(str, keys_of))}", keys_of, ["keys"], everywhere)
         return
-    yield "keys", set(layers), "k", everywhere
-    yield "values", set(layers), "v", everywhere
-    bounds = [len(layers) * i // GROUPS for i in range(GROUPS + 1)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        yield f"layers {start} to {end - 1}", set(layers[start:end]), "kv", everywhere
-    yield "tokens that end inside the source's", set(layers), "kv", inside_source_tokens(pair, passage, length)
-    yield f"first {END} tokens", set(layers), "kv", places < END
-    yield f"last {END} tokens", set(layers), "kv", places >= length - END
+    for states in both:
+        yield Part(states, layers, [states], everywhere)
+    bounds = [num_layers * i // GROUPS for i in range(GROUPS + 1)]
+    for start, end in itertools.pairwise(bounds):
+        yield Part(f"layers {start} to {end - 1}", layers[start:end], both, everywhere)
+    yield Part("tokens that end inside the source's", layers, both, ~exact(pair, text, length))
+    yield Part(f"first {END} tokens", layers, both, places < END)
+    yield Part(f"last {END} tokens", layers, both, places >= length - END)
 
 
-def mixed(
-    translated: DynamicCache, native: DynamicCache, layers: set[int], states: str, tokens: torch.Tensor
-) -> DynamicCache:
-    """A translated cache with a part of the native one, in place."""
-    for layer_idx in layers:
-        own, other = translated.layers[layer_idx], native.layers[layer_idx]
-        for name in (name for name in ("keys", "values") if name[0] in states):
-            getattr(own, name)[..., tokens, :] = getattr(other, name)[..., tokens, :]
-    return translated
+def mixed(translated: DynamicCache, native: DynamicCache, part: Part) -> DynamicCache:
+    """A copy of a translated cache, in part the native one."""
+    cache = copy.deepcopy(translated)
+    for layer_idx in part.layers:
+        for name in part.states:
+            states, own = (getattr(other.layers[layer_idx], name) for other in (cache, native))
+            states[..., part.tokens, :] = own[..., part.tokens, :]
+    return cache
 
 
 def gained(
@@ -82,26 +86,22 @@ def gained(
     """Of each cache what it gains over no context, in nats, and which share of the tokens is the target's own."""
     ids, target = passage.target_ids, pair.target
     translation = replay.translate(passage, replay.read_source(passage))
+    native = filled_cache(target, torch.tensor([ids[:-1]]))
+    translated = DynamicCache(config=target.config)
+    for layer_idx in range(len(translated.layers)):
+        states = translation.layer(layer_idx, 0, translation.length, *translation.default_placement)
+        translated.update(*states, layer_idx)
 
     def loss(cache: DynamicCache) -> float:
         reading = read_continuations(target, cache, passage, ids[-1:])
         return compare("native", reading, reading, passage).loss
 
-    own = own_cache(target, ids[:-1])
-    losses, shares = {"all": loss(own_cache(target, ids[:-1]))}, {"all": 1.0}
-    for name, layers, states, tokens in parts(pair, passage, own, keys_of):
-        cache = install(DynamicCache(config=target.config), translation)
-        losses[name] = loss(mixed(cache, own, layers, states, tokens))
-        shares[name] = tokens.float().mean().item() if layers else 0.0
-    floor = loss(own_cache(target, ids[: translation.num_sinks]))
-    return {name: floor - loss for name, loss in losses.items()}, shares
-
-
-def own_cache(target: PreTrainedModel, ids: list[int]) -> DynamicCache:
-    """What the target has read itself."""
-    cache = DynamicCache(config=target.config)
-    read_into_cache(target, cache, torch.tensor([ids]))
-    return cache
+    floor = loss(filled_cache(target, torch.tensor([ids[: translation.num_sinks]])))
+    gains, shares = {}, {}
+    for part in parts(pair, passage.source_text, len(native.layers), translation.length, keys_of):
+        gains[part.name] = floor - loss(mixed(translated, native, part))
+        shares[part.name] = part.tokens.float().mean().item()
+    return gains, shares
 
 
 def main():
@@ -124,12 +124,10 @@ def main():
             *(gained(replay, pair, d.passages[0], arguments.keys_of) for d in tqdm(passages, unit="document")),
             strict=True,
         )
-        totals = np.array([list(gain.values()) for gain in gains])
-        bounds = share_intervals(resampled_totals(totals))
-        if bounds is None:
+        gaps = shares_of_first(np.array([list(gain.values()) for gain in gains]))
+        if gaps is None:
             parser.error(f"in {len(passages)} documents the context does not clearly help: give more of them.")
-        for name, total, low, high in zip(gains[0], totals.sum(0), *bounds, strict=True):
-            gap = {"value": total / totals[:, 0].sum(), "low": low, "high": high}
+        for name, gap in zip(gains[0], gaps, strict=True):
             tokens = np.mean([of_document[name] for of_document in shares])
             shown.append([name, f"{context:,}", f"{tokens:.2f}", share(gap)])
     title = f"{arguments.source} to {arguments.target}, {arguments.mapper.name}, {len(passages)} documents"

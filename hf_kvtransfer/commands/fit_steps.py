@@ -28,7 +28,7 @@ def fit_in_steps(
     options: dict[str, Any],
     steps: dict[str, int],
     work: Path,
-    keep_states: Path | None = None,
+    keep_states: Path | None,
 ) -> KVMapper:
     """
     Fit a mapper, then train it further on the first texts of the data.
@@ -63,9 +63,9 @@ def fit_in_steps(
     if (done / "config.json").exists():
         mapper = KVMapper.from_pretrained(done)
     else:
-        arguments: dict[str, Any] = {**tokenizers, **options}
-        checkpoint = work / "fit.checkpoint"
-        mapper = fit_mapper(*models, texts=texts, **arguments, checkpoint=checkpoint, keep_states=keep_states)
+        files = {"checkpoint": work / "fit.checkpoint", "keep_states": keep_states}
+        arguments: dict[str, Any] = {**tokenizers, **options, **files}
+        mapper = fit_mapper(*models, texts=texts, **arguments)
         _keep(mapper, done)
     for name, number in steps.items():
         if not number:

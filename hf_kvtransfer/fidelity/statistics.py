@@ -186,6 +186,28 @@ class _Scores:
         return [share | {"low": low, "high": high} for share, low, high in zip(shares, *bounds.tolist(), strict=True)]
 
 
+def shares_of_first(sums: np.ndarray) -> list[dict[str, float]] | None:
+    """
+    Each column's share of the first one, with the interval of [`figures`].
+
+    Args:
+        sums (`np.ndarray`):
+            `[documents, columns]`.
+
+    Returns:
+        `list[dict]`: `value`, `low` and `high` for each column, or `None` where there are fewer than [`MIN_DOCUMENTS`]
+        documents, or the first column is not clearly positive.
+    """
+    bounds = share_intervals(resampled_totals(sums)) if len(sums) >= MIN_DOCUMENTS else None
+    if bounds is None:
+        return None
+    values = sums.sum(0) / sums[:, 0].sum()
+    return [
+        {"value": value, "low": low, "high": high}
+        for value, low, high in zip(values.tolist(), *bounds.tolist(), strict=True)
+    ]
+
+
 def resampled_totals(sums: np.ndarray) -> np.ndarray:
     """Totals `[resamples, columns]` of documents drawn with replacement; `sums` is `[documents, columns]`."""
     documents, columns = sums.shape

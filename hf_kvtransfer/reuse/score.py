@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..compat import read_into_cache, token_losses
 from ..fidelity.prompts import PromptEncoder
-from ..fidelity.statistics import MIN_DOCUMENTS, resampled_totals, share_intervals
+from ..fidelity.statistics import shares_of_first
 from ..fidelity.tables import Table
 from .request import ReuseMethod, ReuseQuestion, ReuseRequest
 
@@ -198,14 +198,7 @@ def _scores(answers: list[dict[str, _Answer]]) -> dict[str, MethodScore]:
     losses = np.array([[row[name].loss for name in names] for row in answers])
     # What each is better by than no context; the full prefill comes first.
     gained = losses[:, [names.index(FLOOR)]] - losses
-    gaps: list[dict[str, float] | None] = [None] * len(names)
-    bounds = share_intervals(resampled_totals(gained)) if len(answers) >= MIN_DOCUMENTS else None
-    if bounds is not None:
-        values = gained.sum(0) / gained[:, 0].sum()
-        gaps = [
-            {"value": value, "low": low, "high": high}
-            for value, low, high in zip(values.tolist(), *bounds.tolist(), strict=True)
-        ]
+    gaps = shares_of_first(gained) or [None] * len(names)
     tokens = sum(row[FULL].tokens for row in answers)
     flops = {name: sum(row[name].flops for row in answers) for name in names}
     return {
