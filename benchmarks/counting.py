@@ -65,10 +65,15 @@ def kv_bytes(geometry: KVGeometry, length: int, element_size: int) -> int:
 def map_weights(source: KVGeometry, target: KVGeometry, layers: Sequence[dict | None], token_features: int) -> int:
     """Numbers in the matrices of linear maps: multiply-adds for each token, too."""
     return sum(
-        target.num_features(i) * (sum(map(source.num_features, spec["source_layers"])) + token_features)
+        target.num_features(i) * _num_inputs(source, spec, token_features)
         for i, spec in enumerate(layers)
         if spec is not None and spec["kind"] == "linear"
     )
+
+
+def _num_inputs(source: KVGeometry, spec: dict, token_features: int) -> int:
+    num_tokens = 1 + spec.get("previous_tokens", 0)
+    return sum(map(source.num_features, spec["source_layers"])) + num_tokens * token_features
 
 
 def translation_bytes(
@@ -81,7 +86,7 @@ def translation_bytes(
 ) -> int:
     """Bytes that linear maps move at the least: weights and features are read, and what comes out is written."""
     mapped = [(i, spec) for i, spec in enumerate(layers) if spec is not None and spec["kind"] == "linear"]
-    features = sum(sum(map(source.num_features, spec["source_layers"])) + token_features for _, spec in mapped)
+    features = sum(_num_inputs(source, spec, token_features) for _, spec in mapped)
     outputs = sum(target.num_features(i) for i, _ in mapped)
     weights = map_weights(source, target, layers, token_features)
     return element_size * (weights + length * (features + outputs))

@@ -30,8 +30,10 @@ class Block:
             The source's tokens that speak for them.
         source_index (`torch.LongTensor`, *optional*):
             `[batch, tokens]`, which of these speaks for each token. `None` if they are in step.
-        token_features (`torch.Tensor`, *optional*), token_index (`torch.LongTensor`, *optional*):
+        token_features (`torch.Tensor`, *optional*):
             See [`TargetTokens.features`].
+        token_index (`torch.LongTensor`, *optional*):
+            `[1 + previous tokens, batch, tokens]`, see [`LayerMap.forward`].
         tables ([`RotaryTables`]):
             At the positions of the tokens.
     """
@@ -58,6 +60,8 @@ class BlockwiseMaps:
     # For each of the target's tokens the source's one that speaks for it, and its position, `[batch, tokens]`.
     source_index: torch.Tensor
     key_positions: torch.Tensor
+    # Where each row begins, behind its padding, `[batch]`.
+    _first_token: torch.Tensor
     _in_step: bool
     _rotary: Rotary
     _target_tokens: TargetTokens
@@ -105,6 +109,7 @@ class BlockwiseMaps:
             else:
                 self._check_native_layers(config.native_layers)
                 room -= self._target_tokens.num_held(config.native_layers)
+                width += config.token_features if config.previous_tokens else 0  # those of a range of each row
         features = [self.source_kv.features[i] for i in layer_map.source_layers]
         # Of another device or dtype they are copied first; else maps read them where they are.
         width += sum(part.shape[-1] for part in features if (part.device, part.dtype) != (device, dtype))
@@ -121,7 +126,8 @@ class BlockwiseMaps:
         """What depends on the tokens alone. The last one is held: the next layer mostly asks for the same."""
         config = self.mapper.config
         tensors = self.source_index, self.key_positions  # which a changed copy of the translation may have exchanged
-        key = start, stop, device, dtype, config.token_features, config.native_layers, *map(id, tensors)
+        layout = config.token_features, config.native_layers, config.previous_tokens
+        key = start, stop, device, dtype, *layout, *map(id, tensors)
         known = self._last_block.get(key)
         if known is not None:
             return known[0]
@@ -133,13 +139,28 @@ class BlockwiseMaps:
             index = (index - first).to(device)
         token_features = token_index = None
         if config.token_features:
-            token_features, token_index = self._target_tokens.features(start, stop, config.native_layers, room)
+            token_features, token_index = self._token_features(start, stop, room)
             token_features = token_features.to(device, dtype)
             token_index = None if token_index is None else token_index.to(device)
         tables = self._rotary.at(self.key_positions[:, start:stop])
         block = Block(slice(first, last), index, token_features, token_index, tables)
         self._last_block[key] = block, tensors
         return block
+
+    def _token_features(self, start: int, stop: int, room: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As [`TargetTokens.features`], with the row also of the tokens before each token, as [`LayerMap.forward`]."""
+        config = self.mapper.config
+        begin = max(start - config.previous_tokens, 0)
+        features, index = self._target_tokens.features(begin, stop, config.native_layers, room)
+        if not config.previous_tokens:
+            return features, None if index is None else index[None]
+        if index is None:
+            index = torch.arange(self.batch_size * (stop - begin)).view(self.batch_size, -1)
+            features = features.flatten(0, 1)
+        # A row's first token is taken to be its own predecessor.
+        columns, first = torch.arange(start, stop), self._first_token[:, None]
+        places = [columns.minimum(first.maximum(columns - d)) - begin for d in range(1 + config.previous_tokens)]
+        return features, torch.stack([index.gather(1, place.to(index.device)) for place in places])
 
     def _largest_layer(self) -> int:
         """Scalars that the cache's largest layer holds of one row."""
@@ -159,7 +180,8 @@ class BlockwiseMaps:
         features = [
             self.source_kv.features[i][:, block.source].to(keys.device, keys.dtype) for i in layer_map.source_layers
         ]
-        mapped = layer_map(features, block.token_features, block.source_index, block.token_index)
+        token_index = None if block.token_index is None else block.token_index[: 1 + layer_map.previous_tokens]
+        mapped = layer_map(features, block.token_features, block.source_index, token_index)
         key_states, value_states = self.geometry.layers[layer_idx].split_heads(mapped)
         block.tables.apply(key_states, layer_idx, out=keys)
         values.copy_(value_states)

@@ -12,6 +12,7 @@ from .errors import AlignmentError, TokenizerMismatchError, UnsupportedModelErro
 from .fidelity.gate import FidelityGate
 from .fitting.costs import MapPlan
 from .fitting.fit import NUM_SOURCE_LAYERS
+from .fitting.inputs import Inputs
 from .geometry import KVGeometry
 from .identity.tokenizer import tokenizer_fingerprint
 from .mapper import KVMapper
@@ -171,10 +172,11 @@ def _about_pair(source: ModelOutline, target: ModelOutline, tokens: int) -> Iter
             "would know is not there to be translated. More native layers help.",
         )
     plan = MapPlan("linear", source.geometry, target.geometry, target.hidden_size)
-    source_layers = [i for i, layer in enumerate(source.geometry.layers) if layer is not None][:NUM_SOURCE_LAYERS]
+    readable = [i for i, layer in enumerate(source.geometry.layers) if layer is not None]
+    inputs = Inputs(readable[:NUM_SOURCE_LAYERS])
     mapped = [i for i, layer in enumerate(target.geometry.layers) if layer is not None and i > 0]
-    size = sum(plan.num_bytes(i, source_layers) for i in mapped)
-    products = sum(plan.num_products(i, source_layers) for i in mapped)
+    size = sum(plan.num_bytes(i, inputs) for i in mapped)
+    products = sum(plan.num_products(i, inputs) for i in mapped)
     yield Finding(
         "memory",
         "good",

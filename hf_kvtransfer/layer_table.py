@@ -13,7 +13,8 @@ _ABSENT = "-"
 
 def layer_table(mapper: KVMapper) -> Table:
     """
-    Draw what a mapper reads, one row for each target layer, one character for each source layer.
+    Draw what a mapper reads, one row for each target layer, one character for each source layer; `+2` behind a kind
+    are the tokens before each token that it reads, too.
 
     Args:
         mapper ([`KVMapper`]):
@@ -34,6 +35,7 @@ def layer_table(mapper: KVMapper) -> Table:
             drawn = "".join(_READ if j in read else _UNREAD for j in range(width))
             size = f"{num_bytes(mapper.layers[i]) / 1e6:.2f}"
             kind = "exact copy" if i in exact else spec["kind"].replace("_", " ")
+            kind += f" +{spec['previous_tokens']}" if "previous_tokens" in spec else ""
             rows.append([str(i), drawn, kind, size, *_explained(report)])
     ruler = "0" + str(width - 1).rjust(width - 1) if width > 1 else "0"  # the first and the last, where they stand
     return Table(

@@ -58,6 +58,11 @@ class KVMapperConfig(PreTrainedConfig):
         return [i for i, spec in enumerate(self.layers or []) if spec is not None and spec.get("kind") != "native"]
 
     @property
+    def previous_tokens(self) -> int:
+        """Of how many tokens before a token the maps read the token features, at most."""
+        return max((spec.get("previous_tokens", 0) for spec in self.layers or [] if spec is not None), default=0)
+
+    @property
     def copies_layers(self) -> bool:
         """Whether each target layer gets what the source layer of its number holds, as it is."""
         return all(

@@ -42,14 +42,16 @@ def mapper(pair, tokenizers):
     return random_mapper(pair, tokenizers, native_layers=None)
 
 
-def random_mapper(pair, tokenizers, native_layers):
-    """As `mapper`, whose first layers are left to the target, up to `native_layers`."""
+def random_mapper(pair, tokenizers, native_layers, previous_tokens=(0, 0, 0, 0)):
+    """As `mapper`, whose first layers are left to the target, up to `native_layers`; others may read tokens before."""
     source, target = pair
     sides = [
         {"name": name, "geometry": KVGeometry.from_model(m).to_dict(), "tokenizer": tokenizer_fingerprint(tokenizer)}
         for name, m, tokenizer in (("a", source, tokenizers["bpe"]), ("b", target, tokenizers["unigram"]))
     ]
     layers = [{"kind": "linear", "source_layers": chosen} for chosen in ([0], [3, 1], [1, 2, 3], [2])]
+    for spec, number in zip(layers, previous_tokens, strict=True):
+        spec |= {"previous_tokens": number} if number else {}
     if native_layers is not None:
         layers[: native_layers + 1] = [{"kind": "native"}] * (native_layers + 1)
     config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=64, sink_tokens=3)
@@ -68,7 +70,9 @@ def written_out(source_kv, mapper, target, row, target_ids, index, layer_idx, to
     spec = mapper.config.layers[layer_idx]
     real = source_kv.attention_mask[row].bool()
     features = [source_kv.features[i][row, real][index] for i in spec["source_layers"]]
-    x = torch.cat([*features, token_features], dim=-1)
+    places = torch.arange(len(index))
+    before = [(places - distance).clamp(min=0) for distance in range(1 + spec.get("previous_tokens", 0))]
+    x = torch.cat([*features, *(token_features[place] for place in before)], dim=-1)
     layer_map = mapper.layers[layer_idx]
     y = x @ layer_map.weight.T + layer_map.bias
     keys, values = (half.view(len(index), 2, 24).transpose(0, 1)[None] for half in y.split(48, dim=-1))
@@ -303,6 +307,33 @@ def test_native_layers_are_exact_and_the_others_read_their_hidden_states(pair, t
                 )
             for own, other in zip(states, expected, strict=True):
                 torch.testing.assert_close(own[row, :, real][:, first:], other[0, :, first:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("native_layers", [None, 0, 1])
+def test_tokens_before_are_read_in_each_row(pair, tokenizers, native_layers):
+    """Up to a row's first token, not into its padding, and across the borders of ranges that are asked for."""
+    source, target = pair
+    mapper = random_mapper(pair, tokenizers, native_layers, previous_tokens=(0, 2, 0, 3))
+    assert mapper.config.previous_tokens == 3
+    source_kv = SourceKV.prefill(source, tokenizers["bpe"], TEXTS)
+    translation = Translation(source_kv, mapper, target, target_tokenizer=tokenizers["unigram"], sink_tokens=1)
+    placement = torch.device("cpu"), torch.float32
+    whole = [translation.layer(i, 0, translation.length, *placement) for i in range(4)]
+    for row, text in enumerate(TEXTS):
+        real = translation.attention_mask[row].bool()
+        encoding = tokenizers["unigram"](text, return_offsets_mapping=True)
+        ids, index = translation.input_ids[row, real], spoken_for(source_kv.row_spans(row), encoding["offset_mapping"])
+        features = None if native_layers is None else attention_input(target, ids[None], native_layers)[0]
+        for layer_idx in range(2, 4):
+            expected = written_out(source_kv, mapper, target, row, ids, index[: len(ids)], layer_idx, features)
+            for own, other in zip(whole[layer_idx], expected, strict=True):
+                torch.testing.assert_close(own[row, :, real][:, 1:], other[0, :, 1:], rtol=1e-4, atol=1e-4)
+    for start, stop in ((0, 7), (7, 8), (8, translation.length)):
+        for layer_idx in range(4):
+            for own, other in zip(
+                translation.layer(layer_idx, start, stop, *placement), whole[layer_idx], strict=True
+            ):
+                torch.testing.assert_close(own, other[:, :, start:stop], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -41,6 +41,14 @@ def fit(
     num_source_layers: Annotated[
         int | None, typer.Option(min=1, help="Source layers that each target layer reads, if there is no budget.")
     ] = None,
+    previous_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of how many tokens before a token the maps read the target's view of it, too. By default none; with "
+            "a budget at most 3, where they tell more than source layers.",
+        ),
+    ] = None,
     native_layers: Annotated[
         int, typer.Option(min=-1, help="The target layer up to which the target computes its own; -1 for none.")
     ] = 0,
@@ -117,6 +125,7 @@ def fit(
         "kind": kind,
         "native_layers": None if native_layers < 0 else native_layers,
         "num_source_layers": num_source_layers,
+        "previous_tokens": previous_tokens,
         "budget": int(budget) if budget is not None and budget.isdigit() else budget,
         "storage_bits": storage_bits,
         "rank": rank,

@@ -86,7 +86,7 @@ class _OfOtherFeatures(LayerMap):
 
     def __init__(self, layer_map: IdentityMap, places: torch.Tensor):
         super().__init__()
-        self.layer_map, self.source_layers = layer_map, layer_map.source_layers
+        self.layer_map, self.source_layers = layer_map, layer_map.source_layers  # an identity reads no tokens
         self.register_buffer("places", places)
 
     def forward(self, source_features: Sequence[torch.Tensor], *features) -> torch.Tensor:

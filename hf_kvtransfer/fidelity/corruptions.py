@@ -121,6 +121,7 @@ class _Off(LayerMap):
     ):
         super().__init__()
         self.layer_map, self.source_layers = layer_map, layer_map.source_layers
+        self.previous_tokens = layer_map.previous_tokens
         self.widths, self.changes = widths, changes
 
     def forward(self, *features) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How many source layers each target layer may read, if a mapper is not to exceed a size or a cost."""
+"""How much each target layer may read, if a mapper is not to exceed a size or a cost."""
 
 import dataclasses
 import re
@@ -12,6 +12,7 @@ from ..compat import input_device
 from ..errors import CalibrationError
 from .arguments import BYTES
 from .costs import MapPlan
+from .inputs import Inputs
 from .selection import Step
 
 
@@ -62,32 +63,32 @@ class Budget:
             return cls(amount * BYTES[unit] - plan.file_overhead(), "bytes")
         return cls(_products_per_second(target, plan) / amount, "multiply-adds")
 
-    def cost(self, plan: MapPlan, target_layer: int, source_layers: Sequence[int]) -> float:
+    def cost(self, plan: MapPlan, target_layer: int, inputs: Inputs) -> float:
         """What a map costs, in the budget's unit."""
         measure = plan.num_bytes if self.unit == "bytes" else plan.num_products
-        return measure(target_layer, source_layers)
+        return measure(target_layer, inputs)
 
-    def spend(self, steps: Callable[[int], Iterator[Step]], target_layers: Sequence[int]) -> dict[int, list[int]]:
+    def spend(self, steps: Callable[[int], Iterator[Step]], target_layers: Sequence[int]) -> dict[int, Inputs]:
         """
         One source layer for each target layer, then again and again the step that gains most for what it costs, until
         it does not fit. A larger budget goes on from where a smaller one stops.
 
         Args:
             steps (`Callable[[int], Iterator[Step]]`):
-                For a target layer the source layers in the order in which it would read them. The first is one of the
+                For a target layer the steps in the order in which it would take them. The first is one of the
                 cheapest.
             target_layers (`Sequence[int]`):
                 The target layers to map.
 
         Returns:
-            `dict[int, list[int]]`: For each target layer its source layers, in the source's order.
+            `dict[int, Inputs]`: For each target layer what it reads.
 
         Raises:
             `CalibrationError`: one source layer for each target layer is already too much.
         """
         paths = {i: steps(i) for i in target_layers}
         first = {i: next(path) for i, path in paths.items()}
-        chosen = {i: [step.source_layer] for i, step in first.items()}
+        chosen = {i: step.inputs for i, step in first.items()}
         left = self.check({i: step.cost for i, step in first.items()})
         upcoming = _upcoming(paths, paths)
         while upcoming:
@@ -95,10 +96,10 @@ class Budget:
             if upcoming[i].cost > left:
                 break
             step = upcoming.pop(i)
-            chosen[i].append(step.source_layer)
+            chosen[i] = step.inputs
             left -= step.cost
             upcoming |= _upcoming(paths, [i])
-        return {i: sorted(layers) for i, layers in chosen.items()}
+        return chosen
 
     def check(self, costs: Mapping[int, float]) -> float:
         """

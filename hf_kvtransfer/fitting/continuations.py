@@ -37,7 +37,7 @@ class ReadText:
         source_index (`torch.LongTensor`, *optional*):
             `[1, tokens]`, the source token that speaks for each token; `None` if they are the same.
         token_features (`torch.Tensor`, *optional*):
-            `[1, tokens, width]`.
+            `[1, tokens, width]`, of each token, then of those before it.
         own (`tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]`):
             For each layer the target's own keys and values: of all tokens in native layers, else of the sinks,
             `[1, heads, tokens, head_dim]`.
@@ -150,6 +150,10 @@ class Continuations:
             token_features = attention_input.hidden_states
         elif config.token_features:
             token_features = self.target.get_input_embeddings()(input_ids[None].to(input_device(self.target)))
+        if token_features is not None:
+            places = torch.arange(len(input_ids), device=token_features.device)
+            before = [(places - distance).clamp(min=0) for distance in range(1 + config.previous_tokens)]
+            token_features = torch.cat([token_features[:, index] for index in before], -1)
         own: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for layer_idx, layer in enumerate(self.geometry.layers):
             if layer is None:
@@ -222,7 +226,8 @@ class Continuations:
         features = [text.source_kv.features[i][:, tokens].to(device, dtype) for i in layer_map.source_layers]
         token_features = None
         if text.token_features is not None:
-            token_features = text.token_features[:, first:stop].to(device, dtype)
+            width = (1 + layer_map.previous_tokens) * self.mapper.config.token_features
+            token_features = text.token_features[:, first:stop, :width].to(device, dtype)
         keys, values = layer.split_heads(layer_map(features, token_features, index))
         keys = text.tables.apply_with_grad(keys, layer_idx, first, stop)
         return torch.cat([own[0], keys], 2), torch.cat([own[1], values], 2)

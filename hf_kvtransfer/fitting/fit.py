@@ -19,12 +19,13 @@ from .arguments import check_numbers, parse_bytes
 from .budget import Budget
 from .checkpoint import Checkpoint
 from .costs import MapPlan
+from .inputs import Inputs
 from .kept_states import KeptStates
 from .layer_fit import FittedLayer, fit_layers
 from .memory import memory_groups
 from .processes import Processes
 from .ridge import RIDGE_STRENGTHS
-from .stages import Reading, check_enough_text, choose_layers, sum_in_groups, take_tokens
+from .stages import Reading, check_enough_text, choose_inputs, sum_in_groups, take_tokens
 from .states import PairedStates
 from .text import calibration_texts
 
@@ -33,6 +34,8 @@ KINDS = ("linear", "head_matched", "low_rank", "identity", "residual_mlp")
 
 # If neither it nor a budget is given.
 NUM_SOURCE_LAYERS = 4
+# Among which a budget chooses, if nothing is said. Further ones tell next to nothing.
+MOST_PREVIOUS_TOKENS = 3
 
 
 def fit_mapper(
@@ -50,6 +53,8 @@ def fit_mapper(
     rank: int | None = None,
     hidden_size: int | None = None,
     token_features: bool = True,
+    previous_tokens: int | None = None,
+    importance: Mapping[int, tuple[float, float]] | None = None,
     sink_tokens: int = 4,
     max_tokens: int | None = 200_000,
     max_length: int = 1024,
@@ -100,8 +105,8 @@ def fit_mapper(
             for kind `"identity"`.
         budget (`str` or `int`, *optional*):
             Instead of it what the mapper may take: `"45MB"` or a number of bytes, of the saved weights; or
-            `"20000tokens/s"`, as much as the target's device can multiply in that time. Source layers go where they
-            add most explained variance for what they cost.
+            `"20000tokens/s"`, as much as the target's device can multiply in that time. Source layers, and tokens
+            before, go where they add most explained variance for what they cost.
         storage_bits (`int`, *optional*):
             8 or 4, to quantise the weights. By default they are of `dtype`.
         rank (`int`, *optional*):
@@ -111,6 +116,12 @@ def fit_mapper(
             Of the MLP of `"residual_mlp"` maps.
         token_features (`bool`, *optional*, defaults to `True`):
             Whether the maps also read what the target itself knows of a token. `"identity"` maps never do.
+        previous_tokens (`int`, *optional*):
+            Of how many tokens before a token the maps read it, too: keys say what came before, by which later tokens
+            find them. By default none; with a budget at most this many, by default 3.
+        importance (`Mapping[int, tuple[float, float]]`, *optional*):
+            For target layers what a share of the variance of keys, and of values, is worth when it is chosen what they
+            read. By default 1 of each. Where predictions hang on few layers, these deserve more of a budget.
         sink_tokens (`int`, *optional*, defaults to 4):
             First tokens of each text that are left out: attention sinks are outliers, and the target reads its own.
         max_tokens (`int`, *optional*, defaults to 200000):
@@ -163,6 +174,13 @@ def fit_mapper(
         raise ValueError(f"`num_source_layers={num_source_layers}` cannot be chosen here: {other}. Leave it out.")
     if num_source_layers is not None and num_source_layers < 1:
         raise ValueError(f"`num_source_layers` must be at least 1, got {num_source_layers}.")
+    reads_tokens = token_features and kind != "identity"
+    if previous_tokens is None:
+        previous_tokens = MOST_PREVIOUS_TOKENS if budget is not None and reads_tokens else 0
+    if previous_tokens < 0:
+        raise ValueError(f"`previous_tokens` must be 0 or more, got {previous_tokens}.")
+    if previous_tokens and not reads_tokens:
+        raise ValueError(f"`previous_tokens={previous_tokens}` need token features, which these maps do not read.")
     check_numbers(max_length=max_length, batch_size=batch_size, held_out_every=held_out_every)
     if storage_bits not in (None, 8, 4):
         raise ValueError(f"`storage_bits` must be 8, 4 or None, got {storage_bits!r}.")
@@ -172,10 +190,17 @@ def fit_mapper(
         raise ValueError(f"`memory={memory!r}` needs `checkpoint`, a folder with room for states of both models.")
     processes = Processes(source, target)
     geometries = KVGeometry.from_model(source), KVGeometry.from_model(target)
-    reads_tokens = token_features and kind != "identity"
     make_states = PairedStates if keep_states is None else functools.partial(KeptStates, Path(keep_states))
     states = make_states(
-        source, target, source_tokenizer, target_tokenizer, reads_tokens, sink_tokens, max_length, native_layers
+        source,
+        target,
+        source_tokenizer,
+        target_tokenizer,
+        reads_tokens,
+        sink_tokens,
+        max_length,
+        native_layers,
+        previous_tokens,
     )
     target_layers = {
         i: layer
@@ -184,6 +209,8 @@ def fit_mapper(
     }
     if not target_layers:
         raise ValueError(f"`native_layers={native_layers}` leaves no layer of the target to map: take a prefill.")
+    if unknown := sorted((importance or {}).keys() - target_layers.keys()):
+        raise ValueError(f"`importance` is of target layers that are not mapped: {unknown}. Leave them out.")
     plan = MapPlan(
         kind,
         *geometries,
@@ -203,6 +230,8 @@ def fit_mapper(
         "rank": rank,
         "hidden_size": hidden_size,
         "token_features": plan.token_features,
+        "previous_tokens": previous_tokens,
+        "importance": None if importance is None else {str(i): list(worth) for i, worth in importance.items()},
         "sink_tokens": sink_tokens,
         "max_tokens": max_tokens,
         "max_length": max_length,
@@ -228,20 +257,23 @@ def fit_mapper(
     source_layers = [i for i, layer in enumerate(geometries[0].layers) if layer is not None]
     wanted = NUM_SOURCE_LAYERS if num_source_layers is None else num_source_layers
     if (found := kept.finished("selection")) is not None:
-        selection = {int(i): chosen for i, chosen in found.items()}
+        selection = {int(i): Inputs(**chosen) for i, chosen in found.items()}
     elif wanted < len(source_layers) or budget is not None or kind == "identity":
         first_texts = list(take_tokens(states, stream, screening_tokens))
-        selection = processes.of(0, choose_layers(reading, first_texts, plan, target_layers, wanted, limit, seed))
+        chosen = choose_inputs(
+            reading, first_texts, plan, target_layers, wanted, previous_tokens, importance or {}, limit, seed
+        )
+        selection = processes.of(0, chosen)
     else:
-        selection = dict.fromkeys(target_layers, source_layers)
+        selection = dict.fromkeys(target_layers, Inputs(source_layers, previous_tokens))
 
-    results = {"selection": {str(i): chosen for i, chosen in selection.items()}}
+    results = {"selection": {str(i): inputs.to_json() for i, inputs in selection.items()}}
     groups = memory_groups(plan, selection, allowed)
     with logging.tqdm(desc="Summing over calibration text", unit="text", total=_length(texts)) as progress:
         num_texts, (num_train, num_held_out), sums_of_groups = sum_in_groups(
             reading, itertools.chain(first_texts, stream), plan, groups, moment_dtype, results, progress
         )
-    num_features = max(plan.num_features(i, chosen) for i, chosen in selection.items()) if num_train else 1
+    num_features = max(plan.num_features(i, inputs) for i, inputs in selection.items()) if num_train else 1
     check_enough_text(num_features, num_train, num_held_out, num_texts, held_out_every)
     fitted: dict[int, FittedLayer] = {}
     with logging.tqdm(desc="Solving layers", total=len(selection)) as progress:

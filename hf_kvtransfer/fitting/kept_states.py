@@ -13,7 +13,8 @@ from transformers.utils import logging
 from ..compat import input_device
 from ..identity import ModelIdentity
 from ..whole_files import whole_file
-from .states import TOKENS, PairedStates
+from .inputs import token_blocks
+from .states import PairedStates
 from .text import content_of
 
 
@@ -26,8 +27,8 @@ class KeptStates(PairedStates):
     """
     [`PairedStates`] that reads a text from files where another fit has let the models read it.
 
-    What the target knows of a token depends on `native_layers`, and has a file of its own; all else is the same for
-    every kind of map.
+    What the target knows of a token, and of those before it, depends on `native_layers` and `previous_tokens`, and has
+    a file of its own; all else is the same for every kind of map.
 
     Args:
         folder (`Path`):
@@ -45,7 +46,8 @@ class KeptStates(PairedStates):
             "dtypes": [str(model.dtype) for model, _ in sides],
             "sink_tokens": self.sink_tokens,
         }
-        abouts = [about, about | {"tokens": self.native_layers}] if self.token_features else [about]
+        about_tokens = about | {"tokens": self.native_layers, "previous": self.previous_tokens}
+        abouts = [about, about_tokens] if self.token_features else [about]
         self._abouts = [hashlib.sha256(json.dumps(part).encode()).digest() for part in abouts]
 
     def read(self, batch: list) -> Blocks:
@@ -70,7 +72,8 @@ class KeptStates(PairedStates):
 
     def _save(self, files: list[Path], blocks: Blocks) -> None:
         states = {_name(block): part.contiguous().cpu() for block, part in blocks.items()}
-        tokens = {TOKENS: states.pop(TOKENS)} if self.token_features else {}
+        names = token_blocks(self.previous_tokens) if self.token_features else []
+        tokens = {_name(name): states.pop(_name(name)) for name in names}
         try:
             for file, tensors in zip(files, (states, tokens), strict=False):
                 if not file.exists():
@@ -81,7 +84,7 @@ class KeptStates(PairedStates):
             logger.warning(f"No more states are kept in {self._folder}: {error}.")
 
 
-def _name(block: str | tuple[str, int]) -> str:
+def _name(block: Any) -> str:
     return block if isinstance(block, str) else ".".join(map(str, block))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from ..maps import build_layer_map
 from ..maps.storage import num_bytes, quantized
 from .costs import MapPlan
+from .inputs import Inputs
 from .memory import explained_memory_error
 from .processes import Processes
 from .solve import LayerProblem, affine_part, solve_layer
@@ -59,23 +60,23 @@ def fit_layers(
             The processes.
     """
     own = {}
-    for number, (i, chosen) in enumerate(sums.selection.items()):
+    for number, (i, inputs) in enumerate(sums.selection.items()):
         if processes.is_mine(number):
             with explained_memory_error(f"solving target layer {i}", "Pass `memory`, or lower `num_source_layers`"):
-                own[i] = _fit_layer(plan, i, chosen, sums, metrics.get(i), strengths, seed + i)
+                own[i] = _fit_layer(plan, i, inputs, sums, metrics.get(i), strengths, seed + i)
     return {i: processes.of(number % processes.count, own.get(i)) for number, i in enumerate(sums.selection)}
 
 
 def _fit_layer(
     plan: MapPlan,
     target_layer: int,
-    source_layers: Sequence[int],
+    inputs: Inputs,
     sums: LayerSums,
     metric: torch.Tensor | None,
     strengths: Sequence[float],
     seed: int,
 ) -> FittedLayer:
-    solution = solve_layer(plan.spec(target_layer, source_layers), sums.problem(target_layer, metric), strengths)
+    solution = solve_layer(plan.spec(target_layer, inputs), sums.problem(target_layer, metric), strengths)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layer_map = build_layer_map(solution.spec, target_layer, plan.source, plan.target, plan.token_features)
@@ -85,13 +86,13 @@ def _fit_layer(
         own[name].copy_(tensor)
     if plan.storage is not None:
         layer_map = quantized(layer_map, **plan.storage)
-    worth = _worth(layer_map, sums.problem(target_layer, None), plan.token_features)
+    worth = _worth(layer_map, sums.problem(target_layer, None), plan.token_width(inputs))
     return FittedLayer(solution.spec, layer_map, {"ridge_strengths": solution.strengths} | worth)
 
 
-def _worth(layer_map: nn.Module, problem: LayerProblem, token_features: int) -> dict[str, Any]:
+def _worth(layer_map: nn.Module, problem: LayerProblem, token_width: int) -> dict[str, Any]:
     """What a map explains of held-out keys and values, and what it takes: of its weights as they are saved."""
-    weight, bias = affine_part(layer_map, [sum(layer.widths) for layer in problem.source], token_features)
+    weight, bias = affine_part(layer_map, [sum(layer.widths) for layer in problem.source], token_width)
     return {
         "explained_variance": [
             problem.held_out.explained_variance(weight[:, columns], bias[columns], columns)

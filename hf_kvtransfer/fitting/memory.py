@@ -1,7 +1,7 @@
 """What sums and solves take, which target layers have room together, and what to do where there is none."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations_with_replacement
 
@@ -9,6 +9,7 @@ import torch
 
 from ..errors import CalibrationError
 from .costs import MapPlan
+from .inputs import Inputs
 
 
 _FLOAT64 = 8
@@ -17,27 +18,30 @@ _FLOAT64 = 8
 _SOLUTIONS = 7
 
 
-def sum_bytes(plan: MapPlan, selection: Mapping[int, Sequence[int]]) -> int:
-    """Bytes of the sums for some target layers, each with its source layers: on both kinds of rows."""
+def sum_bytes(plan: MapPlan, selection: Mapping[int, Inputs]) -> int:
+    """Bytes of the sums for some target layers, each with what it reads: on both kinds of rows."""
     products: dict[tuple, int] = {}
-    for i, chosen in selection.items():
-        widths = {j: plan.source.num_features(j) for j in chosen}
-        if plan.token_features:
-            widths[-1] = plan.token_features
-        # The products of two source layers are shared by all target layers that read both.
+    for i, inputs in selection.items():
+        widths = dict(zip(inputs.blocks(bool(plan.token_features)), _widths(plan, inputs), strict=True))
+        # The products of two blocks are shared by all target layers that read both.
         products |= {(a, b): widths[a] * widths[b] for a, b in combinations_with_replacement(widths, 2)}
         products |= {(a, "target", i): width * plan.target.num_features(i) for a, width in widths.items()}
     return 2 * _FLOAT64 * sum(products.values())
 
 
-def solve_bytes(plan: MapPlan, target_layer: int, source_layers: Sequence[int]) -> int:
+def _widths(plan: MapPlan, inputs: Inputs) -> list[int]:
+    """Of the blocks that a map reads."""
+    tokens = [plan.token_features] * (1 + inputs.previous_tokens) if plan.token_features else []
+    return [*(plan.source.num_features(j) for j in inputs.source_layers), *tokens]
+
+
+def solve_bytes(plan: MapPlan, target_layer: int, inputs: Inputs) -> int:
     """Bytes that the solve of one target layer takes beside the sums."""
-    widths = [plan.source.num_features(j) for j in source_layers]
-    widths += [plan.token_features] if plan.token_features else []
+    widths = _widths(plan, inputs)
     features, targets = sum(widths), plan.target.num_features(target_layer)
     if plan.kind == "head_matched":
         # Which heads match is found on both covariances whole, with some rows for each feature that is taken.
-        taken = plan.num_features(target_layer, source_layers)
+        taken = plan.num_features(target_layer, inputs)
         numbers = 2 * features**2 + 7 * taken * features
     else:
         # The triangular factor, and the block that is being made.
@@ -45,17 +49,15 @@ def solve_bytes(plan: MapPlan, target_layer: int, source_layers: Sequence[int]) 
     return _FLOAT64 * (numbers + _SOLUTIONS * features * targets)
 
 
-def memory_groups(
-    plan: MapPlan, selection: Mapping[int, Sequence[int]], memory: int | None
-) -> list[dict[int, Sequence[int]]]:
+def memory_groups(plan: MapPlan, selection: Mapping[int, Inputs], memory: int | None) -> list[dict[int, Inputs]]:
     """
     Target layers whose sums, and the solve of the largest of them, have room together, in their order.
 
     Args:
         plan ([`MapPlan`]):
             The kind of the maps.
-        selection (`Mapping[int, Sequence[int]]`):
-            For each target layer its source layers.
+        selection (`Mapping[int, Inputs]`):
+            For each target layer what it reads.
         memory (`int`, *optional*):
             Bytes. `None` for all target layers in one group.
 
@@ -64,8 +66,8 @@ def memory_groups(
             in this machine.
     """
 
-    def needed(group: Mapping[int, Sequence[int]]) -> int:
-        return sum_bytes(plan, group) + max(solve_bytes(plan, i, chosen) for i, chosen in group.items())
+    def needed(group: Mapping[int, Inputs]) -> int:
+        return sum_bytes(plan, group) + max(solve_bytes(plan, i, inputs) for i, inputs in group.items())
 
     largest = max(selection, key=lambda i: needed({i: selection[i]}))
     alone = needed({largest: selection[largest]})
@@ -80,13 +82,14 @@ def memory_groups(
     if alone > memory:
         raise CalibrationError(
             f"`memory` is {memory / 1e9:.1f} GB, but target layer {largest} takes {alone / 1e9:.1f} GB even alone: it "
-            f"reads {len(selection[largest])} source layers. Allow that much, or lower `num_source_layers`."
+            f"reads {len(selection[largest].source_layers)} source layers. Allow that much, or lower "
+            "`num_source_layers`."
         )
-    groups: list[dict[int, Sequence[int]]] = [{}]
-    for i, chosen in selection.items():
-        if needed(groups[-1] | {i: chosen}) > memory:
+    groups: list[dict[int, Inputs]] = [{}]
+    for i, inputs in selection.items():
+        if needed(groups[-1] | {i: inputs}) > memory:
             groups.append({})
-        groups[-1][i] = chosen
+        groups[-1][i] = inputs
     return groups
 
 

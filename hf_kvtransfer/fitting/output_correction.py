@@ -42,6 +42,10 @@ class OutputCorrection(nn.Module):
     def source_layers(self) -> tuple[int, ...]:
         return self.layer_map.source_layers
 
+    @property
+    def previous_tokens(self) -> int:
+        return self.layer_map.previous_tokens
+
     def forward(
         self,
         source_features: Sequence[torch.Tensor],

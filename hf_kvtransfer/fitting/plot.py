@@ -21,7 +21,7 @@ def plot_selection(config: KVMapperConfig) -> Any:
 
     Returns:
         `matplotlib.figure.Figure`: Target layers from top to bottom, source layers from left to right. A filled cell
-        is read; the rows of native layers are grey.
+        is read; the rows of native layers are grey; `+2` are the tokens before each token that are read, too.
 
     Raises:
         `ImportError`: matplotlib is not installed.
@@ -46,7 +46,10 @@ def plot_selection(config: KVMapperConfig) -> Any:
             for j in spec["source_layers"]:
                 read[i][j] = 1.0
     cells.imshow(read, cmap="Greys", vmin=0, vmax=1.2, aspect="auto")
-    cells.set(xlabel="source layer", ylabel="target layer", xticks=range(columns), yticks=layers)
+    before = [0 if spec is None else spec.get("previous_tokens", 0) for spec in config.layers]
+    names = [f"+{number}   {i}" if number else str(i) for i, number in enumerate(before)]
+    cells.set(xlabel="source layer", ylabel="target layer", xticks=range(columns))
+    cells.set_yticks(layers, names)
     cells.tick_params(labelsize=7)
     for part, name, height in ((0, "keys", -0.2), (1, "values", 0.2)):
         unexplained = [0.0 if report is None else 1 - report["explained_variance"][part] for report in reports]

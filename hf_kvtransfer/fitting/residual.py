@@ -16,6 +16,7 @@ from ..mapper import KVMapper
 from ..maps.linear import LinearMap
 from ..maps.residual_mlp import ResidualMLPMap
 from .arguments import check_numbers
+from .inputs import token_blocks
 from .states import TOKENS, PairedStates
 from .text import calibration_texts
 
@@ -103,6 +104,7 @@ def train_residuals(
         mapper.config.sink_tokens,
         max_length,
         mapper.config.native_layers,
+        mapper.config.previous_tokens,
     )
     whole = states.whole(calibration_texts(texts, target_tokenizer, seed))
     batches = list(states.batches(whole, batch_size, held_out_every))
@@ -141,7 +143,9 @@ def train_residuals(
         reports[i] = [layer.before, layer.best]
         mapper.layers[i] = layer.finish()
         if not isinstance(mapper.layers[i], ResidualMLPMap):
-            config.layers[i] = {"kind": "linear", "source_layers": config.layers[i]["source_layers"]}
+            config.layers[i] = {"kind": "linear"} | {
+                name: value for name, value in config.layers[i].items() if name not in ("kind", "hidden_size")
+            }
     config.fit = (config.fit or {}) | {
         "residual_mlp": settings | {"seed": seed, "train_tokens": num_rows, "layers": reports}
     }
@@ -165,7 +169,10 @@ class _Layer:
     def loss(self, rows: Mapping) -> torch.Tensor:
         """What is left of the variance of keys and of values, mean of the two."""
         features = [rows["source", j].float()[None] for j in self.layer_map.source_layers]
-        tokens = rows[TOKENS].float()[None] if TOKENS in rows else None
+        tokens = None
+        if TOKENS in rows:
+            names = token_blocks(self.layer_map.previous_tokens)
+            tokens = torch.cat([rows[name].float() for name in names], -1)[None]
         targets = rows["target", self.layer_idx].float()
         with torch.no_grad():
             left = targets - LinearMap.forward(self.layer_map, features, tokens)[0]
@@ -191,7 +198,9 @@ class _Layer:
             for parameter, best in zip(self.parameters, self._best, strict=True):
                 parameter.copy_(best)
             return self.layer_map
-        plain = LinearMap(self.layer_map.source_layers, *reversed(self.layer_map.weight.shape))
+        own = self.layer_map
+        out_features, in_features = own.weight.shape
+        plain = LinearMap(own.source_layers, in_features, out_features, own.previous_tokens)
         plain.weight, plain.bias = self.layer_map.weight, self.layer_map.bias
         return plain
 

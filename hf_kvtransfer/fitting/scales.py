@@ -13,8 +13,8 @@ from ..maps.identity import IdentityMap
 from ..maps.residual_mlp import ResidualMLPMap
 from .columns import key_value_columns
 from .continuations import Continuations, ReadText
+from .inputs import Inputs, token_blocks
 from .moments import Moments
-from .states import TOKENS
 
 
 # Of the largest scale of a block: what hardly varies is not blown up.
@@ -36,7 +36,8 @@ class Scales:
     def __init__(self, reader: Continuations, texts: Sequence[ReadText]):
         self._mapper, self._geometry = reader.mapper, reader.mapper.source_geometry
         names: list = [("source", i) for i, layer in enumerate(self._geometry.layers) if layer is not None]
-        names += [TOKENS] if self._mapper.config.token_features else []
+        self._tokens = token_blocks(self._mapper.config.previous_tokens) if self._mapper.config.token_features else []
+        names += self._tokens
         self._features = Moments((name, name) for name in names)
         self._outputs: dict[int, Moments] = {}
         self._waists: dict[int, Moments] = {}
@@ -56,7 +57,8 @@ class Scales:
         states = text.source_kv.features
         rows: dict = {("source", i): part[0, index[sinks:]] for i, part in enumerate(states) if part is not None}
         if text.token_features is not None:
-            rows[TOKENS] = text.token_features[0, sinks:]
+            blocks = text.token_features[0, sinks:].split(self._mapper.config.token_features, -1)
+            rows |= dict(zip(self._tokens, blocks, strict=True))
         return rows
 
     def _note_waists(self, rows: dict) -> None:
@@ -72,8 +74,8 @@ class Scales:
 
     def _names(self, layer_map: Any) -> list:
         """Of the blocks of features that a layer map reads."""
-        reads_tokens = not isinstance(layer_map, IdentityMap) and self._mapper.config.token_features
-        return [*(("source", i) for i in layer_map.source_layers), *([TOKENS] if reads_tokens else [])]
+        reads_tokens = not isinstance(layer_map, IdentityMap) and bool(self._mapper.config.token_features)
+        return Inputs(layer_map.source_layers, layer_map.previous_tokens).blocks(reads_tokens)
 
     def _note(self, layer_idx: int, layer_map: nn.Module, arguments: tuple, output: torch.Tensor) -> None:
         self._outputs.setdefault(layer_idx, Moments([("output", "output")])).add({"output": output.flatten(0, 1)})

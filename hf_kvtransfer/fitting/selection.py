@@ -1,4 +1,4 @@
-"""Which source layers a target layer should read: a cheap pass over random projections."""
+"""Which source layers, and tokens, a target layer should read: a cheap pass over random projections."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -8,10 +8,10 @@ import torch
 from ..geometry import KVGeometry, LayerGeometry
 from .columns import key_value_columns
 from .forward_selection import Correlations, ForwardSelection
+from .inputs import Inputs, token_blocks
 from .moments import Moments
 from .processes import Processes
 from .ridge import Gaussian
-from .states import TOKENS
 
 
 # A head's projection is not narrower than this, however many heads share the width of a layer.
@@ -21,18 +21,18 @@ LEAST_WIDTH = 24
 @dataclasses.dataclass(frozen=True)
 class Step:
     """
-    A source layer that a target layer would read next.
+    What a target layer would read next: one more source layer, or one more token before.
 
     Args:
-        source_layer (`int`):
-            The source layer.
+        inputs ([`Inputs`]):
+            What it reads then.
         gain (`float`):
-            Held-out explained variance that it adds: of the keys plus of the values.
+            Held-out explained variance that this adds: of the keys plus of the values, each times its importance.
         cost (`float`):
-            What it costs beyond the layers before it.
+            What it costs beyond what was read before.
     """
 
-    source_layer: int
+    inputs: Inputs
     gain: float
     cost: float
 
@@ -51,7 +51,9 @@ class LayerScreening:
         target_layers (`Mapping[int, LayerGeometry]`):
             The target layers to map.
         token_features (`int`):
-            Width of the token features that every target layer reads too, 0 if it reads none.
+            Width of the features of a token, which every target layer reads too, 0 if it reads none.
+        previous_tokens (`int`):
+            Tokens before each token that are candidates.
         by_head (`bool`, *optional*, defaults to `False`):
             Whether each target head reads one head of a source layer, the best, instead of all of them.
         seed (`int`, *optional*, defaults to 0):
@@ -65,6 +67,7 @@ class LayerScreening:
         source: KVGeometry,
         target_layers: Mapping[int, LayerGeometry],
         token_features: int,
+        previous_tokens: int,
         by_head: bool = False,
         seed: int = 0,
         width: int = 96,
@@ -72,8 +75,9 @@ class LayerScreening:
         self._generator = torch.Generator().manual_seed(seed)
         heads = _heads if by_head else _whole
         self._x, self._y = _Projections(self._generator), _Projections(self._generator)
-        if token_features:
-            self._x.add(TOKENS, token_features, [torch.arange(token_features)], width)
+        self._tokens = token_blocks(previous_tokens) if token_features else []
+        for name in self._tokens:
+            self._x.add(name, token_features, [torch.arange(token_features)], width)
         self._source_layers = [i for i, layer in enumerate(source.layers) if layer is not None]
         for i in self._source_layers:
             layer = source.layers[i]
@@ -117,47 +121,67 @@ class LayerScreening:
         )
 
     def steps(
-        self, correlations: Correlations, target_layer: int, cost: Callable[[Sequence[int]], float]
+        self,
+        correlations: Correlations,
+        target_layer: int,
+        cost: Callable[[Inputs], float],
+        previous_tokens: int = 0,
+        importance: tuple[float, float] | None = None,
     ) -> Iterator[Step]:
         """
-        The source layers in the order in which a target layer should take them, each computed when it is asked for.
+        What a target layer should read, in the order in which it should take it, each computed when it is asked for.
 
-        The first is one of the cheapest, so that the smallest mapper is the one made of first steps.
+        The first is one of the cheapest source layers, so that the smallest mapper is the one made of first steps.
 
         Args:
             correlations ([`Correlations`]):
                 Of this screening.
             target_layer (`int`):
                 The target layer.
-            cost (`Callable[[Sequence[int]], float]`):
-                What reading some source layers costs. The order is that of the gain for each unit of it.
+            cost (`Callable[[Inputs], float]`):
+                What reading some inputs costs. The order is that of the gain for each unit of it.
+            previous_tokens (`int`, *optional*, defaults to 0):
+                Tokens before each token that are taken before all else. Further ones are candidates.
+            importance (`tuple[float, float]`, *optional*):
+                What the shares of explained variance of keys and of values are worth, by default 1 of each.
         """
-        layer = _LayerSelection(correlations, self._y.columns["target", target_layer])
-        for block in self._x.columns.get(TOKENS, []):
-            layer.take_everywhere(block)
-        candidates = list(self._source_layers)
-        taken: list[int] = []
-        while candidates:
-            costs = {i: cost([*taken, i]) - (cost(taken) if taken else 0.0) for i in candidates}
-            allowed = candidates if taken else [i for i in candidates if costs[i] == min(costs.values())]
-            gains, blocks = zip(*layer.gains([self._x.columns["source", i] for i in allowed]), strict=True)
-            best = max(range(len(allowed)), key=lambda k: gains[k] / max(costs[allowed[k]], 1.0))
-            yield Step(allowed[best], gains[best], costs[allowed[best]])
+        layer = _LayerSelection(correlations, self._y.columns["target", target_layer], importance or (1.0, 1.0))
+        inputs = Inputs([], previous_tokens)
+        for name in self._tokens[: 1 + previous_tokens]:
+            layer.take_everywhere(self._x.columns[name][0])
+        while True:
+            candidates: dict[Hashable, Inputs] = {
+                ("source", i): inputs.with_layer(i) for i in self._source_layers if i not in inputs.source_layers
+            }
+            paid = cost(inputs) if inputs.source_layers else 0.0
+            costs = {name: cost(candidate) - paid for name, candidate in candidates.items()}
+            if not inputs.source_layers:
+                candidates = {name: candidates[name] for name, c in costs.items() if c == min(costs.values())}
+            else:
+                for name in self._tokens[1 + inputs.previous_tokens :][:1]:
+                    candidates[name] = inputs.with_token()
+                    costs[name] = cost(candidates[name]) - paid
+            if not candidates:
+                return
+            names = list(candidates)
+            gains, blocks = zip(*layer.gains([self._x.columns[name] for name in names]), strict=True)
+            best = max(range(len(names)), key=lambda k: gains[k] / max(costs[names[k]], 1.0))
+            inputs = candidates[names[best]]
+            yield Step(inputs, gains[best], costs[names[best]])
             layer.take(blocks[best])
-            taken.append(allowed[best])
-            candidates.remove(allowed[best])
 
 
 class _LayerSelection:
     """What explains one target layer, for all heads at once or for each by itself."""
 
-    def __init__(self, correlations: Correlations, parts: Sequence[torch.Tensor]):
+    def __init__(self, correlations: Correlations, parts: Sequence[torch.Tensor], importance: tuple[float, float]):
         # Keys and values of a head, or of all heads.
         pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self._selections = [ForwardSelection(correlations, torch.cat(pair)) for pair in pairs]
         # Each head counts by what it has of the layer's variance.
         shares = [
-            1 / correlations.variance[torch.cat(kind)].sum().clamp(min=1e-300) for kind in zip(*pairs, strict=True)
+            worth / correlations.variance[torch.cat(kind)].sum().clamp(min=1e-300)
+            for worth, kind in zip(importance, zip(*pairs, strict=True), strict=True)
         ]
         self._scales = [
             torch.cat([share.expand(len(part)) for part, share in zip(pair, shares, strict=True)]) for pair in pairs

@@ -183,7 +183,7 @@ def _match_heads(correlations: Correlations, problem: LayerProblem, targets: tor
 
 
 def affine_part(
-    layer_map: nn.Module, source_widths: Sequence[int], token_features: int
+    layer_map: nn.Module, source_widths: Sequence[int], token_width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     What a layer map computes, as one matrix: of its weights as they are stored, rounded or quantised.
@@ -193,21 +193,21 @@ def affine_part(
             A map that is affine in its features.
         source_widths (`Sequence[int]`):
             Width of each source layer that it reads.
-        token_features (`int`):
-            Width of the token features that stand behind them, 0 if there are none.
+        token_width (`int`):
+            Width of the token features that stand behind them, of all tokens that are read together, 0 for none.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Weight `[features, targets]` and bias `[targets]`, float64.
     """
-    width = sum(source_widths) + token_features
+    width = sum(source_widths) + token_width
 
     def answers(first: int, last: int) -> torch.Tensor:
         """To features of which one is 1, a range of them. The one behind the last is none at all."""
         rows = torch.zeros(1, last - first, width, dtype=torch.float64)
         index = torch.arange(first, min(last, width))
         rows[0, index - first, index] = 1
-        *sources, tokens = rows.split([*source_widths, token_features], -1)
-        return layer_map(sources, tokens if token_features else None)[0]
+        *sources, tokens = rows.split([*source_widths, token_width], -1)
+        return layer_map(sources, tokens if token_width else None)[0]
 
     with torch.no_grad():
         bias = answers(width, width + 1)[0]

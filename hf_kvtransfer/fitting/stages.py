@@ -16,13 +16,14 @@ from .captured_states import CapturedStates
 from .checkpoint import Checkpoint
 from .closest_layer import ClosestLayer
 from .costs import MapPlan
+from .inputs import Inputs
 from .memory import explained_memory_error
 from .moments import Moments
 from .processes import Processes
 from .ridge import Gaussian
 from .selection import LayerScreening
 from .solve import LayerProblem
-from .states import TOKENS, PairedStates
+from .states import PairedStates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,19 @@ class Reading:
         return num_texts
 
 
-def choose_layers(
+def choose_inputs(
     reading: Reading,
     texts: Sequence,
     plan: MapPlan,
     target_layers: Mapping[int, LayerGeometry],
     num_source_layers: int,
+    previous_tokens: int,
+    importance: Mapping[int, tuple[float, float]],
     budget: Budget | None,
     seed: int,
-) -> dict[int, list[int]]:
+) -> dict[int, Inputs]:
     """
-    Read the first texts and choose the source layers of each target layer.
+    Read the first texts and choose what each target layer reads.
 
     Args:
         reading ([`Reading`]):
@@ -92,33 +95,46 @@ def choose_layers(
             The target layers to map.
         num_source_layers (`int`):
             Source layers for each target layer, where there is no budget.
+        previous_tokens (`int`):
+            Tokens before each token that each target layer reads; with a budget at most.
+        importance (`Mapping[int, tuple[float, float]]`):
+            As in [`fit_mapper`].
         budget ([`Budget`], *optional*):
             What all maps may cost together.
         seed (`int`):
             Of the random projections.
 
     Returns:
-        `dict[int, list[int]]`: For each target layer its source layers, in the source's order.
+        `dict[int, Inputs]`: For each target layer what it reads.
     """
     if plan.kind == "identity":
         closest = ClosestLayer(plan.source, target_layers)
         _read_to_choose(reading, texts, closest)
-        selection = closest.select()
+        selection = {i: Inputs(layers) for i, layers in closest.select().items()}
         if budget is not None:
-            budget.check({i: budget.cost(plan, i, layers) for i, layers in selection.items()})
+            budget.check({i: budget.cost(plan, i, inputs) for i, inputs in selection.items()})
         return selection
-    screening = LayerScreening(plan.source, target_layers, plan.token_features, plan.kind == "head_matched", seed)
+    by_head = plan.kind == "head_matched"
+    screening = LayerScreening(plan.source, target_layers, plan.token_features, previous_tokens, by_head, seed)
     _read_to_choose(reading, texts, screening)
     correlations = screening.correlations()
     if budget is None:
-        steps = (screening.steps(correlations, i, len) for i in target_layers)
-        return {
-            i: sorted(step.source_layer for step in itertools.islice(path, num_source_layers))
-            for i, path in zip(target_layers, steps, strict=True)
-        }
+        count = num_source_layers
+        paths = (
+            screening.steps(correlations, i, _count_layers, previous_tokens, importance.get(i)) for i in target_layers
+        )
+        steps = ([*itertools.islice(path, count)][-1] for path in paths)
+        return {i: step.inputs for i, step in zip(target_layers, steps, strict=True)}
     return budget.spend(
-        lambda i: screening.steps(correlations, i, lambda layers: budget.cost(plan, i, layers)), list(target_layers)
+        lambda i: screening.steps(
+            correlations, i, lambda inputs: budget.cost(plan, i, inputs), importance=importance.get(i)
+        ),
+        list(target_layers),
     )
+
+
+def _count_layers(inputs: Inputs) -> int:
+    return len(inputs.source_layers)
 
 
 def _read_to_choose(reading: Reading, texts: Sequence, screening: ClosestLayer | LayerScreening) -> None:
@@ -135,16 +151,15 @@ class LayerSums:
     Args:
         plan ([`MapPlan`]):
             What the maps read besides source layers.
-        selection (`Mapping[int, Sequence[int]]`):
-            For each target layer its source layers.
+        selection (`Mapping[int, Inputs]`):
+            For each target layer what it reads.
         dtype (`torch.dtype`):
             Of the products of one batch.
     """
 
-    def __init__(self, plan: MapPlan, selection: Mapping[int, Sequence[int]], dtype: torch.dtype):
+    def __init__(self, plan: MapPlan, selection: Mapping[int, Inputs], dtype: torch.dtype):
         self._plan, self.selection = plan, selection
-        tokens = [TOKENS] if plan.token_features else []
-        self._blocks = {i: [*(("source", j) for j in chosen), *tokens] for i, chosen in selection.items()}
+        self._blocks = {i: inputs.blocks(bool(plan.token_features)) for i, inputs in selection.items()}
         # Which products the solves need: features with features, and with their target layer.
         pairs: dict = {}
         for i, names in self._blocks.items():
@@ -174,7 +189,7 @@ class LayerSums:
     def problem(self, target_layer: int, metric: torch.Tensor | None) -> LayerProblem:
         """What a target layer is solved from."""
         train, held_out = (self._gaussian(moments, target_layer) for moments in (self.train, self.held_out))
-        source = [self._plan.source.layers[j] for j in self.selection[target_layer]]
+        source = [self._plan.source.layers[j] for j in self.selection[target_layer].source_layers]
         return LayerProblem(train, held_out, source, self._plan.target.layers[target_layer], metric)
 
     def _gaussian(self, moments: Moments, target_layer: int) -> Gaussian:
@@ -192,7 +207,7 @@ def sum_in_groups(
     reading: Reading,
     texts: Iterable,
     plan: MapPlan,
-    groups: Sequence[Mapping[int, Sequence[int]]],
+    groups: Sequence[Mapping[int, Inputs]],
     dtype: torch.dtype,
     results: dict[str, Any],
     progress: Any,
@@ -207,8 +222,8 @@ def sum_in_groups(
             All of it.
         plan ([`MapPlan`]):
             What the maps read besides source layers.
-        groups (`Sequence[Mapping[int, Sequence[int]]]`):
-            For each target layer of a group its source layers. Of one group sums are taken as the text is read, of
+        groups (`Sequence[Mapping[int, Inputs]]`):
+            For each target layer of a group what it reads. Of one group sums are taken as the text is read, of
             more the states are written to files first.
         dtype (`torch.dtype`):
             Of the products of one batch.
@@ -230,7 +245,7 @@ def sum_in_groups(
     train, held_out = reading.processes.sum(torch.tensor(captured.counts)).tolist()
     device = input_device(reading.states.target)
 
-    def sum_up(group: Mapping[int, Sequence[int]]) -> LayerSums:
+    def sum_up(group: Mapping[int, Inputs]) -> LayerSums:
         sums = LayerSums(plan, group, dtype)
         for is_held_out in (False, True):
             for rows in captured.rows(sums.blocks, is_held_out, device):

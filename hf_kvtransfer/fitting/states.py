@@ -27,7 +27,8 @@ class PairedStates:
     Reads text with both models and lines up their states, token by token.
 
     Blocks of rows are named `("source", layer_idx)`, `("target", layer_idx)` and `"tokens"`, what the target itself
-    knows of a token before its mapped layers: its embedding, or what native layers make of it.
+    knows of a token before its mapped layers: its embedding, or what native layers make of it. `("tokens", 1)` is what
+    it knows of the token before each token, and so on; before the first token of a text stands that token itself.
 
     Args:
         source (`PreTrainedModel`), target (`PreTrainedModel`):
@@ -43,6 +44,8 @@ class PairedStates:
             Target tokens to which texts are cut.
         native_layers (`int`, *optional*):
             `"tokens"` is the input of this target layer's attention. By default it is the target's embedding.
+        previous_tokens (`int`, *optional*, defaults to 0):
+            How many blocks of tokens before each token to give.
 
     Raises:
         `ValueError`: the target has no layer `native_layers` that caches keys and values.
@@ -58,11 +61,12 @@ class PairedStates:
         sink_tokens: int,
         max_length: int,
         native_layers: int | None = None,
+        previous_tokens: int = 0,
     ):
         self.source, self.target = source, target
         self.source_tokenizer, self.target_tokenizer = source_tokenizer, target_tokenizer
         self.token_features, self.sink_tokens, self.max_length = token_features, sink_tokens, max_length
-        self.native_layers = native_layers
+        self.native_layers, self.previous_tokens = native_layers, previous_tokens
         self._attention_input = None if native_layers is None else AttentionInput(target, native_layers)
 
     def batches(self, texts: Iterable, batch_size: int, held_out_every: int) -> Iterator[tuple[bool, list]]:
@@ -147,7 +151,7 @@ class PairedStates:
             source = SourceKV.prefill(self.source, self.source_tokenizer, batch, token_losses=False)
             with self._attention_input or nullcontext():
                 target = SourceKV.prefill(self.target, self.target_tokenizer, batch, token_losses=False)
-        rows, source_columns, target_columns = [], [], []
+        rows, source_columns, target_columns, first_columns = [], [], [], []
         for number in range(len(batch)):
             first_source, first_target = (len(kv) - int(kv.attention_mask[number].sum()) for kv in (source, target))
             kept = torch.arange(self.sink_tokens, len(target) - first_target)
@@ -161,7 +165,10 @@ class PairedStates:
             rows.append(torch.full_like(kept, number))
             source_columns.append(index + first_source)
             target_columns.append(kept + first_target)
-        row, source_column, target_column = (torch.cat(parts) for parts in (rows, source_columns, target_columns))
+            first_columns.append(torch.full_like(kept, first_target))
+        row, source_column, target_column, first_column = (
+            torch.cat(parts) for parts in (rows, source_columns, target_columns, first_columns)
+        )
         blocks: dict = {}
         for side, kv, column in (("source", source, source_column), ("target", target, target_column)):
             for layer_idx, states in enumerate(kv.features):
@@ -173,11 +180,14 @@ class PairedStates:
                             f"with {batch[0][:60]!r}. Load both models in float32 or bfloat16."
                         )
                     blocks[side, layer_idx] = states
-        if self.token_features and self._attention_input is not None:
-            hidden_states = self._attention_input.hidden_states
-            blocks[TOKENS] = hidden_states[row.to(hidden_states.device), target_column.to(hidden_states.device)]
-        elif self.token_features:
-            with torch.no_grad():
-                token_ids = target.input_ids[row, target_column].to(input_device(self.target))
-                blocks[TOKENS] = self.target.get_input_embeddings()(token_ids)
+        for distance in range(1 + self.previous_tokens) if self.token_features else ():
+            name = (TOKENS, distance) if distance else TOKENS
+            column = first_column.maximum(target_column - distance)
+            if self._attention_input is not None:
+                hidden_states = self._attention_input.hidden_states
+                blocks[name] = hidden_states[row.to(hidden_states.device), column.to(hidden_states.device)]
+            else:
+                with torch.no_grad():
+                    token_ids = target.input_ids[row, column].to(input_device(self.target))
+                    blocks[name] = self.target.get_input_embeddings()(token_ids)
         return blocks, row.bincount(minlength=len(batch)).tolist()

@@ -44,7 +44,7 @@ def build_layer_map(
         source (`KVGeometry`), target (`KVGeometry`):
             What the two models cache.
         token_features (`int`):
-            Width of the target's token features, 0 if there are none.
+            Width of the target's features of a token, 0 if there are none.
         storage (`dict`, *optional*):
             `bits` and `group_size` of the weight matrices, if they are quantised.
 
@@ -71,7 +71,7 @@ def build_layer_map(
         )
     try:
         # What is not known cannot be left out: it may change what the map computes.
-        if unknown := sorted(spec.keys() - {"kind", *layer_map.spec_fields}):
+        if unknown := sorted(spec.keys() - {"kind", *layer_map.spec_fields, *layer_map.optional_fields}):
             raise ValueError(f"unknown fields {unknown}")
         built = layer_map.from_spec(spec, source, target.layers[layer_idx], token_features)
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:  # torch: no such size

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..geometry import KVGeometry, LayerGeometry
-from .base import LayerMap
+from .base import LayerMap, num_previous
 from .linear import affine
 from .storage import dense
 
@@ -27,13 +27,16 @@ class HeadMatchedMap(LayerMap):
         target (`LayerGeometry`):
             What the target layer caches.
         token_features (`int`):
-            Width of the token features, 0 if there are none.
+            Width of the token features, of all tokens that are read together, 0 if there are none.
+        previous_tokens (`int`, *optional*, defaults to 0):
+            As in [`LinearMap`].
 
     The weight is `[heads, key_head_dim + value_head_dim, in_features]`. A head's features are, layer by layer, the
     keys then the values of its source head, then the token features.
     """
 
     spec_fields = ("source_layers", "source_heads")
+    optional_fields = ("previous_tokens",)
 
     def __init__(
         self,
@@ -42,9 +45,10 @@ class HeadMatchedMap(LayerMap):
         source_geometries: Sequence[LayerGeometry],
         target: LayerGeometry,
         token_features: int,
+        previous_tokens: int = 0,
     ):
         super().__init__()
-        self.source_layers = tuple(source_layers)
+        self.source_layers, self.previous_tokens = tuple(source_layers), previous_tokens
         self.source_heads = tuple(map(tuple, source_heads))
         self.source_geometries, self.target = tuple(source_geometries), target
         in_features = token_features + sum(
@@ -74,7 +78,8 @@ class HeadMatchedMap(LayerMap):
                     f"`source_heads` of source layer {i} are {chosen}, but {target.num_key_value_heads} KV heads are "
                     f"to be matched to one of its {len(known)} each"
                 )
-        return cls(layers, heads, geometries, target, token_features)
+        previous = num_previous(spec, token_features)
+        return cls(layers, heads, geometries, target, (1 + previous) * token_features, previous)
 
     def forward(
         self,

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..geometry import KVGeometry, LayerGeometry
-from .base import LayerMap
+from .base import LayerMap, whole_number
 from .linear import at_tokens
-from .low_rank import random_projection, whole_number
+from .low_rank import random_projection
 from .storage import dense
 
 

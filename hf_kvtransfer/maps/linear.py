@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..geometry import KVGeometry, LayerGeometry
-from .base import LayerMap
+from .base import LayerMap, num_previous
 from .storage import dense
 
 
@@ -33,18 +33,23 @@ class LinearMap(LayerMap):
             Width of the features: keys and values of every selected layer, then the token features if there are any.
         out_features (`int`):
             Width of the target layer's keys and values, all heads.
+        previous_tokens (`int`, *optional*, defaults to 0):
+            Tokens before each token whose features are among its own.
     """
 
-    def __init__(self, source_layers: Sequence[int], in_features: int, out_features: int):
+    optional_fields = ("previous_tokens",)
+
+    def __init__(self, source_layers: Sequence[int], in_features: int, out_features: int, previous_tokens: int = 0):
         super().__init__()
-        self.source_layers = tuple(source_layers)
+        self.source_layers, self.previous_tokens = tuple(source_layers), previous_tokens
         self.weight = nn.Parameter(torch.zeros(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     @classmethod
     def from_spec(cls, spec: dict, source: KVGeometry, target: LayerGeometry, token_features: int) -> "LinearMap":
         """The untrained map of `{"kind": "linear", "source_layers": [3, 4]}`, see [`LayerMap.from_spec`]."""
-        return cls(spec["source_layers"], num_inputs(spec, source, token_features), sum(target.widths))
+        in_features = num_inputs(spec, source, token_features)
+        return cls(spec["source_layers"], in_features, sum(target.widths), num_previous(spec, token_features))
 
     def forward(
         self,
@@ -66,8 +71,9 @@ class LinearMap(LayerMap):
 
 
 def num_inputs(spec: dict, source: KVGeometry, token_features: int) -> int:
-    """Width of the features of a map that reads all heads of its source layers, and the token."""
-    return sum(source.num_features(i) for i in spec["source_layers"]) + token_features
+    """Width of the features of a map that reads all heads of its source layers, and tokens."""
+    num_tokens = 1 + num_previous(spec, token_features)
+    return sum(source.num_features(i) for i in spec["source_layers"]) + num_tokens * token_features
 
 
 def affine(
@@ -108,11 +114,14 @@ def affine(
     if source_index is not None:
         output = at_tokens(output, source_index)
     if token_features is not None:
-        block, token_features = weight[..., column:].mT, token_features.to(output.dtype)
+        token_features = token_features.to(output.dtype)
         if token_index is None:
-            output = _add_product(output, token_features.expand(*output.shape[:-1], -1), block)
+            states = token_features.expand(*output.shape[:-1], -1)
+            output = _add_product(output, states, weight[..., column:].mT)
         else:
-            _add_looked_up(output.flatten(-3, -2), token_features, block, token_index.flatten())
+            blocks = weight[..., column:].split(token_features.shape[-1], -1)
+            for block, index in zip(blocks, token_index, strict=True):
+                _add_looked_up(output.flatten(-3, -2), token_features, block.mT, index.flatten())
     return output
 
 

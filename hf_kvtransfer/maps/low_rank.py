@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..geometry import KVGeometry, LayerGeometry
-from .base import LayerMap
+from .base import LayerMap, num_previous, whole_number
 from .linear import affine, num_inputs
 from .storage import dense
 
@@ -23,13 +23,23 @@ class LowRankMap(LayerMap):
             As in [`LinearMap`].
         rank (`int`):
             Width of the waist.
+        previous_tokens (`int`, *optional*, defaults to 0):
+            As in [`LinearMap`].
     """
 
     spec_fields = ("source_layers", "rank")
+    optional_fields = ("previous_tokens",)
 
-    def __init__(self, source_layers: Sequence[int], in_features: int, out_features: int, rank: int):
+    def __init__(
+        self,
+        source_layers: Sequence[int],
+        in_features: int,
+        out_features: int,
+        rank: int,
+        previous_tokens: int = 0,
+    ):
         super().__init__()
-        self.source_layers = tuple(source_layers)
+        self.source_layers, self.previous_tokens = tuple(source_layers), previous_tokens
         self.down = random_projection(rank, in_features)
         self.up = nn.Parameter(torch.zeros(out_features, rank))
         self.bias = nn.Parameter(torch.zeros(out_features))
@@ -44,7 +54,8 @@ class LowRankMap(LayerMap):
             `ValueError`: the rank is not a positive integer.
         """
         rank = whole_number(spec, "rank", 1)
-        return cls(spec["source_layers"], num_inputs(spec, source, token_features), sum(target.widths), rank)
+        in_features, previous = num_inputs(spec, source, token_features), num_previous(spec, token_features)
+        return cls(spec["source_layers"], in_features, sum(target.widths), rank, previous)
 
     @property
     def workspace(self) -> int:
@@ -76,11 +87,3 @@ class LowRankMap(LayerMap):
 def random_projection(out_features: int, in_features: int) -> nn.Parameter:
     """A weight that keeps the scale of its input. Behind it `up` starts at zero: the map adds nothing, but learns."""
     return nn.Parameter(torch.randn(out_features, in_features) * in_features**-0.5)
-
-
-def whole_number(spec: dict, field: str, at_least: int) -> int:
-    """A spec's field, if it is an integer and large enough, else `ValueError`."""
-    number = spec[field]
-    if type(number) is not int or number < at_least:
-        raise ValueError(f"`{field}` must be an integer of {at_least} or more, got {number!r}")
-    return number

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from ..geometry import KVGeometry, LayerGeometry
+from .base import num_previous, whole_number
 from .linear import LinearMap, affine, num_inputs
-from .low_rank import random_projection, whole_number
+from .low_rank import random_projection
 from .storage import dense
 
 
@@ -25,14 +26,23 @@ class ResidualMLPMap(LinearMap):
             As in [`LinearMap`].
         hidden_size (`int`):
             Width of the MLP.
+        previous_tokens (`int`, *optional*, defaults to 0):
+            As in [`LinearMap`].
     """
 
     spec_fields = ("source_layers", "hidden_size")
     feature_mean: torch.Tensor
     feature_scale: torch.Tensor
 
-    def __init__(self, source_layers: Sequence[int], in_features: int, out_features: int, hidden_size: int):
-        super().__init__(source_layers, in_features, out_features)
+    def __init__(
+        self,
+        source_layers: Sequence[int],
+        in_features: int,
+        out_features: int,
+        hidden_size: int,
+        previous_tokens: int = 0,
+    ):
+        super().__init__(source_layers, in_features, out_features, previous_tokens)
         self.down = random_projection(hidden_size, in_features)
         self.down_bias = nn.Parameter(torch.zeros(hidden_size))
         self.up = nn.Parameter(torch.zeros(out_features, hidden_size))
@@ -50,7 +60,8 @@ class ResidualMLPMap(LinearMap):
             `ValueError`: the width is not a positive integer.
         """
         hidden_size = whole_number(spec, "hidden_size", 1)
-        return cls(spec["source_layers"], num_inputs(spec, source, token_features), sum(target.widths), hidden_size)
+        in_features, previous = num_inputs(spec, source, token_features), num_previous(spec, token_features)
+        return cls(spec["source_layers"], in_features, sum(target.widths), hidden_size, previous)
 
     def forward(
         self,
@@ -82,7 +93,11 @@ class ResidualMLPMap(LinearMap):
             (states - mean) / scale for states, (mean, scale) in zip(source_features, moments, strict=True)
         )
         if token_features is not None:
-            token_features = (token_features.to(dtype) - token_moments[0]) / token_moments[1]
+            token_features = token_features.to(dtype)
+            if self.previous_tokens and token_index is not None:
+                # Each place has moments of its own.
+                token_features, token_index = torch.cat([token_features[index] for index in token_index], -1), None
+            token_features = (token_features - token_moments[0]) / token_moments[1]
         hidden = affine(
             dense(self.down, dtype), self.down_bias.to(dtype), standardised, token_features, source_index, token_index
         )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..compat import public_name
 from ..fitting.costs import MapPlan
 from ..fitting.fit import NUM_SOURCE_LAYERS
+from ..fitting.inputs import Inputs
 from ..geometry import KVGeometry
 from ..identity.tokenizer import tokenizer_fingerprint
 from ..mapper import KVMapper, KVMapperConfig
@@ -94,7 +95,7 @@ def unfitted_mapper(
         # At proportional depth.
         first = round(i / len(layers) * max(len(readable) - NUM_SOURCE_LAYERS, 0))
         chosen = readable[first : first + NUM_SOURCE_LAYERS]
-        specs.append(None if layer is None else plan.spec(i, chosen) if i else {"kind": "native"})
+        specs.append(None if layer is None else plan.spec(i, Inputs(chosen)) if i else {"kind": "native"})
     described = [
         {
             "name": public_name(model),

@@ -79,6 +79,47 @@ def test_divergence_is_that_of_the_target_on_a_translation(family):
     assert found > 1e-3
 
 
+def with_tokens_before(mapper, count):
+    """The same maps, which also make something of the tokens before."""
+    config = copy.deepcopy(mapper.config)
+    for i in config.mapped_layers:
+        config.layers[i]["previous_tokens"] = count
+    other, generator = type(mapper)(config).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for i in config.mapped_layers:
+            old, new = mapper.layers[i].weight, other.layers[i].weight
+            new.copy_(0.05 * torch.randn(new.shape, generator=generator))
+            new[:, : old.shape[1]] = old
+    return other
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("native_layers", [0, 1])
+def test_tokens_before_are_those_of_a_translation(family, native_layers):
+    model = tiny_model(family)
+    mapper = with_tokens_before(native_layers_mapper(model, native_layers), 2)
+    reader = Continuations(mapper, model, model, None, None, length=6, count=1)
+    ids = random_ids(model, 80, seed=3)
+    read = reader.read(ids, torch.tensor([50]))
+    translation = Translation(SourceKV.prefill(model, None, ids), mapper, model, tail_tokens=0)
+    for layer_idx in range(4):
+        expected = translation.layer(layer_idx, 0, 50, model.device, model.dtype)
+        for own, other in zip(reader._keys_and_values(read, layer_idx, 50), expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("train_weights", [False, True])
+def test_maps_that_read_tokens_before_are_trained(pair, train_weights):
+    source, target, texts = pair
+    fitted = fit_mapper(source, target, texts, num_source_layers=4, previous_tokens=1, dtype=torch.float32)
+    distilled = distill_mapper(
+        damaged(fitted), source, target, texts, train_weights=train_weights, learning_rate=0.01, **OPTIONS
+    )
+    history = distilled.config.fit["distillation"]["held_out_divergence"]
+    assert min(score for _, score in history) < 0.98 * history[0][1]
+    assert distilled.config.layers == fitted.config.layers
+
+
 @pytest.mark.parametrize("native_layers", [0, 2])
 def test_native_layers_and_their_hidden_states_are_the_targets(native_layers):
     model = tiny_model("gemma3")

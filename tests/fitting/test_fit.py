@@ -10,6 +10,8 @@ from transformers import DynamicCache
 from hf_kvtransfer import CalibrationError, SourceKV, fit_mapper
 from hf_kvtransfer.compat import cache_argument, read_into_cache
 from hf_kvtransfer.fitting import budget
+from hf_kvtransfer.layer_table import layer_table
+from hf_kvtransfer.translation import Translation
 
 from ..tiny_models import FAMILIES, plant, random_ids, tiny_model, ungated_cache
 from ..tiny_tokenizers import SENTENCES
@@ -205,6 +207,53 @@ def test_a_budget_is_kept_and_more_explains_more(narrow, tmp_path, options, budg
         fit_mapper(*narrow, budget=8_000, **options)
 
 
+@pytest.fixture(scope="module")
+def unlike():
+    """A source that knows of other things than the target, whose first layers see one token before each."""
+    source, target = tiny_model("llama", initializer_range=1e-4), tiny_model("gemma3", seed=1, sliding_window=2)
+    return source, target, list(random_ids(target, 96, 80, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["linear", "head_matched", "residual_mlp"])
+@pytest.mark.parametrize("native_layers", [None, 0])
+def test_tokens_before_tell_what_a_source_does_not(unlike, kind, native_layers):
+    source, target, texts = unlike
+    options = {"kind": kind, "native_layers": native_layers, "num_source_layers": 1, "dtype": torch.float32}
+    without, mapper = (fit_mapper(*unlike, previous_tokens=number, **options) for number in (0, 2))
+    assert [spec.get("previous_tokens") for spec in mapper.config.layers if spec["kind"] == kind].count(2) >= 3
+    for layer_idx in (1, 2, 3):
+        for more, less in zip(explained(mapper)[layer_idx], explained(without)[layer_idx], strict=True):
+            assert more > less + 0.02
+    assert layer_table(mapper).rows[1][2] == f"{kind.replace('_', ' ')} +2"
+    # In use they explain what the fit says.
+    ids = random_ids(target, 4, 80, seed=7)
+    translation = Translation(SourceKV.prefill(source, None, ids), mapper, target)
+    native = translation.prefill()
+    for layer_idx in (1, 2, 3):
+        values = translation.layer(layer_idx, 0, translation.length, torch.device("cpu"), torch.float32)[1][:, :, 4:]
+        own = native.layers[layer_idx].values[:, :, 4:]
+        left = (values - own).square().sum() / (own - own.mean((0, 2), keepdim=True)).square().sum()
+        assert abs(1 - left.item() - explained(mapper)[layer_idx][1]) < 0.05
+
+
+def test_a_budget_buys_tokens_before_where_they_tell_more(unlike):
+    mapper = fit_mapper(*unlike, budget="300kB", dtype=torch.float32)
+    numbers = [spec.get("previous_tokens", 0) for spec in mapper.config.layers]
+    assert sum(numbers) > 0 and max(numbers) <= 3
+    assert mapper.config.fit["previous_tokens"] == 3
+    assert fit_mapper(*unlike, budget="300kB", previous_tokens=0).config.previous_tokens == 0
+
+
+def test_a_budget_goes_where_it_is_worth_most(narrow):
+    def read(importance):
+        options = {"native_layers": None, "token_features": False, "importance": importance}
+        return [len(spec["source_layers"]) for spec in fit_mapper(*narrow, budget="26kB", **options).config.layers]
+
+    plain, other = read(None), read({2: (20.0, 1.0)})
+    assert other[2] > plain[2]
+    assert sum(other) == sum(plain)
+
+
 def test_a_rate_is_a_budget(narrow, monkeypatch):
     monkeypatch.setattr(budget, "_products_per_second", lambda *models: 25_000 * 500.0)
     mapper = fit_mapper(*narrow, budget="500 tokens/s", native_layers=None, token_features=False)
@@ -232,6 +281,10 @@ def test_arguments_that_do_not_fit_are_refused(planted):
         ({"budget": -1}, "`budget` must be .* got -1"),
         ({"native_layers": 3}, "`native_layers=3` leaves no layer"),
         ({"native_layers": 4}, "no layer 4"),
+        ({"importance": dict.fromkeys((0, 3, 9), (2.0, 1.0))}, r"target layers that are not mapped: \[0, 9\]"),
+        ({"previous_tokens": -1}, "`previous_tokens` must be 0 or more, got -1"),
+        ({"previous_tokens": 2, "token_features": False}, "`previous_tokens=2` need token features"),
+        ({"previous_tokens": 2, "kind": "identity"}, "`previous_tokens=2` need token features"),
     ):
         with pytest.raises(ValueError, match=message):
             fit_mapper(source, target, texts, **options)

@@ -51,6 +51,14 @@ def test_other_fits_let_no_model_read(pair, runs, tmp_path):
         assert_same(mapper, first if options == {"num_source_layers": 1} else fit_mapper(*pair, **options, **OPTIONS))
 
 
+def test_tokens_before_are_kept_too(pair, runs, tmp_path):
+    options = {"num_source_layers": 1, "previous_tokens": 2, **OPTIONS}
+    first = fit_mapper(*pair, keep_states=tmp_path, **options)
+    runs[:] = 0, 0
+    assert_same(fit_mapper(*pair, keep_states=tmp_path, **options), first)
+    assert runs == [0, 0]
+
+
 def test_what_is_not_there_is_read(pair, runs, tmp_path):
     options = {"num_source_layers": 1, **OPTIONS}
     first = fit_mapper(*pair, keep_states=tmp_path, **options)

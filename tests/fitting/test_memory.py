@@ -9,6 +9,7 @@ from benchmarks.memory import LiveTensors
 from hf_kvtransfer import CalibrationError, KVGeometry, fit_mapper
 from hf_kvtransfer.fitting import checkpoint, memory, solve
 from hf_kvtransfer.fitting.costs import MapPlan
+from hf_kvtransfer.fitting.inputs import Inputs
 from hf_kvtransfer.fitting.layer_fit import fit_layers
 from hf_kvtransfer.fitting.processes import Processes
 from hf_kvtransfer.fitting.stages import LayerSums
@@ -107,7 +108,7 @@ def test_sums_and_solves_take_what_is_said(kind, monkeypatch):
     monkeypatch.setattr(solve, "_ROWS", solve._ROWS // 32)
     source, target = KVGeometry((LayerGeometry(2, 16, 16),) * 8), KVGeometry((LayerGeometry(2, 16, 16),))
     plan = MapPlan(kind, source, target, 160, hidden_size=8 if kind == "residual_mlp" else None)
-    selection = {0: list(range(8))}
+    selection = {0: Inputs(range(8))}
     sums = LayerSums(plan, selection, torch.float32)
     generator = torch.Generator().manual_seed(0)
     for held_out in (False, True):
@@ -128,7 +129,7 @@ def test_wide_models_stay_in_16_gigabytes(hidden_size):
     geometry = KVGeometry((LayerGeometry(8, 128, 128),) * 8)
     for kind in ("linear", "low_rank", "residual_mlp"):
         plan = MapPlan(kind, geometry, geometry, hidden_size)
-        selection = {0: list(range(8))}
+        selection = {0: Inputs(range(8))}
         assert memory.sum_bytes(plan, selection) + memory.solve_bytes(plan, 0, selection[0]) < 16e9
 
 

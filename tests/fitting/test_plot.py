@@ -11,7 +11,8 @@ from ..tiny_models import identity_mapper, plant, random_ids, tiny_model
 @pytest.fixture(scope="module")
 def config():
     source = tiny_model("llama")
-    return fit_mapper(source, plant(source), list(random_ids(source, 24, 60)), num_source_layers=1).config
+    texts = list(random_ids(source, 24, 60))
+    return fit_mapper(source, plant(source), texts, num_source_layers=1, previous_tokens=2).config
 
 
 def test_cells_are_what_is_read(config):
@@ -23,6 +24,7 @@ def test_cells_are_what_is_read(config):
     for i, spec in enumerate(config.layers[1:], start=1):
         assert [j for j in range(4) if read[i, j] == 1] == spec["source_layers"]
     assert set(read[0]) == {0.35}
+    assert [label.get_text() for label in cells.get_yticklabels()] == ["0", "+2   1", "+2   2", "+2   3"]
     assert [bar.get_width() for bar in sizes.patches] == [layer["bytes"] / 1e6 for layer in config.fit["layers"]]
     assert len(errors.patches) == 8
     figure.canvas.draw()

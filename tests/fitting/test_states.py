@@ -53,6 +53,22 @@ def test_each_batch_has_its_own_and_without_token_features_none():
     assert TOKENS not in PairedStates(model, model, None, None, False, SINKS, 64, 1).read([text])
 
 
+@pytest.mark.parametrize("native_layers", [None, 2])
+def test_tokens_before(native_layers):
+    """Of rows of a padded batch, up to the first token of each."""
+    source, target = tiny_model("llama"), tiny_model("gemma3", seed=1)
+    texts = [random_ids(target, length, seed=length) for length in (40, 25)]
+    blocks = PairedStates(source, target, None, None, True, 1, 64, native_layers, 3).read(texts)
+    for distance in (1, 2, 3):
+        expected = []
+        for text in texts:
+            states = target.get_input_embeddings()(text)
+            if native_layers is not None:
+                states = attention_input(target, text[None], native_layers)[0]
+            expected.append(states[[max(place - distance, 0) for place in range(1, len(text))]])
+        torch.testing.assert_close(blocks[TOKENS, distance], torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
 def test_native_layers_that_do_not_exist():
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="no layer 4 that caches keys and values of its own, only layers"):

@@ -31,10 +31,10 @@ def build(spec, token_features=0, **options):
     return build_layer_map(spec, 0, SOURCE, TARGET, token_features, **options)
 
 
-def random_map(name, token_features, seed=0):
+def random_map(name, token_features, seed=0, **fields):
     """A map of a kind with every weight random, as after a fit."""
     generator = torch.Generator().manual_seed(seed)
-    layer_map = build(SPECS[name], token_features)
+    layer_map = build(SPECS[name] | fields, token_features)
     with torch.no_grad():
         for tensor in layer_map.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
@@ -122,8 +122,39 @@ def test_distinct_tokens(name, indexed):
     states, tokens, index = inputs(layer_map, TOKEN_FEATURES, indexed)
     rows = torch.arange(tokens.shape[0] * tokens.shape[1]).view(tokens.shape[:2]) * 3 % 5
     distinct = tokens[0, :5]
-    actual = layer_map(states, distinct, index, rows)
+    actual = layer_map(states, distinct, index, rows[None])
     torch.testing.assert_close(actual, layer_map(states, distinct[rows], index))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("name", [name for name in ABLE if name != "identity"])
+def test_tokens_before(name, indexed):
+    """They are further token features, and rows of distinct ones are as good as the features themselves."""
+    layer_map = random_map(name, TOKEN_FEATURES, previous_tokens=2)
+    assert layer_map.previous_tokens == 2
+    states, tokens, index = inputs(layer_map, 3 * TOKEN_FEATURES, indexed)
+    expected_states = expected(name, layer_map, states, tokens, index)
+    torch.testing.assert_close(layer_map(states, tokens, index), expected_states, rtol=1e-4, atol=1e-4)
+    distinct = torch.randn(7, TOKEN_FEATURES, generator=torch.Generator().manual_seed(2))
+    rows = torch.arange(3 * tokens.shape[0] * tokens.shape[1]).view(3, *tokens.shape[:2]) ** 2 % 7
+    side_by_side = torch.cat([distinct[index_of_token] for index_of_token in rows], -1)
+    actual = layer_map(states, distinct, index, rows)
+    torch.testing.assert_close(actual, layer_map(states, side_by_side, index), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "token_features", "previous_tokens", "message"),
+    [
+        ("linear", 0, 1, "the mapper has none"),
+        ("low_rank", TOKEN_FEATURES, 0, "an integer of 1 or more"),
+        ("head_matched", TOKEN_FEATURES, "2", "an integer of 1 or more"),
+        ("residual_mlp", TOKEN_FEATURES, True, "an integer of 1 or more"),
+        ("identity", TOKEN_FEATURES, 1, "unknown fields .'previous_tokens'."),
+    ],
+)
+def test_impossible_tokens_before_are_refused(name, token_features, previous_tokens, message):
+    with pytest.raises(MapperFormatError, match=message):
+        build(SPECS[name] | {"previous_tokens": previous_tokens}, token_features)
 
 
 @pytest.mark.parametrize("name", SPECS)
