@@ -47,14 +47,15 @@ def test_live_tensors_are_counted():
         assert live.bytes == 0
 
 
+@pytest.mark.parametrize("previous_tokens", [0, 3])
 @pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [128, 512, 2048])
-def test_no_more_than_two_layers_beside_the_cache(pair, length, source_dtype):
+def test_no_more_than_two_layers_beside_the_cache(pair, length, source_dtype, previous_tokens):
     """Through wide maps with token features, also where the source's states are of another dtype than the target's."""
     source, target = pair
     if source_dtype != torch.float32:
         source = copy.deepcopy(source).to(source_dtype)
-    mapper = random_mapper(source, target, token_features=64)
+    mapper = random_mapper(source, target, token_features=64, previous_tokens=previous_tokens)
     source_kv = SourceKV.prefill(source, None, random_ids(source, 1, length))
     temporary_memory(source_kv, mapper, target, **UNGATED)  # what is kept of a model stays: cos and sin of positions
     temporary, layer, cache = temporary_memory(source_kv, mapper, target, **UNGATED)

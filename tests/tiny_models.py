@@ -155,13 +155,15 @@ def random_mapper(
     tokenizers: tuple[str | None, str | None] = (None, None),
     token_features: int = 0,
     read: Sequence[Sequence[int]] = READ,
+    previous_tokens: int = 0,
 ) -> KVMapper:
     """Linear maps with random weights; `read` are the source layers of each target layer."""
     sides = [
         {"name": "tiny", "geometry": KVGeometry.from_model(model).to_dict(), "tokenizer": tokenizer}
         for model, tokenizer in zip((source, target), tokenizers, strict=True)
     ]
-    layers = [{"kind": "linear", "source_layers": list(chosen)} for chosen in read]
+    before = {"previous_tokens": previous_tokens} if previous_tokens else {}
+    layers = [{"kind": "linear", "source_layers": list(chosen)} | before for chosen in read]
     config = KVMapperConfig(source=sides[0], target=sides[1], layers=layers, token_features=token_features)
     mapper, generator = KVMapper(config).eval(), torch.Generator().manual_seed(0)
     for weight in mapper.parameters():

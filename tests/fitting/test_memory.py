@@ -102,17 +102,19 @@ def test_memory_that_runs_out_is_told_of(pair, texts, monkeypatch):
         fit_mapper(*pair, texts, **OPTIONS)
 
 
+@pytest.mark.parametrize("previous_tokens", [0, 2])
 @pytest.mark.parametrize("kind", ["linear", "low_rank", "residual_mlp", "head_matched"])
-def test_sums_and_solves_take_what_is_said(kind, monkeypatch):
+def test_sums_and_solves_take_what_is_said(kind, previous_tokens, monkeypatch):
     """Eight source layers and embeddings, at a thirtieth of their width, from random sums."""
     monkeypatch.setattr(solve, "_ROWS", solve._ROWS // 32)
     source, target = KVGeometry((LayerGeometry(2, 16, 16),) * 8), KVGeometry((LayerGeometry(2, 16, 16),))
     plan = MapPlan(kind, source, target, 160, hidden_size=8 if kind == "residual_mlp" else None)
-    selection = {0: Inputs(range(8))}
+    selection = {0: Inputs(range(8), previous_tokens)}
     sums = LayerSums(plan, selection, torch.float32)
     generator = torch.Generator().manual_seed(0)
     for held_out in (False, True):
-        rows = {name: torch.randn(400, 160 if name == "tokens" else 64, generator=generator) for name in sums.blocks}
+        widths = {name: 160 if "tokens" in name else 64 for name in sums.blocks}
+        rows = {name: torch.randn(400, width, generator=generator) for name, width in widths.items()}
         sums.add(rows, held_out)
     products = [
         tensor for part in sums.sums.values() for name, tensor in part.state().items() if name.startswith("product")
