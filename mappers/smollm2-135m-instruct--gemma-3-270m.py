@@ -7,7 +7,7 @@ Goes on where it was interrupted. mappers/README.md has the command of the small
 shipped, is the closed form alone:
 
     python mappers/smollm2-135m-instruct--gemma-3-270m.py calibration.jsonl --source gemma-3-270m \\
-        --target smollm2-135m-instruct --fit-texts 110 --distill-texts 0 --output FOLDER
+        --target smollm2-135m-instruct --fit-texts 110 --distill-texts 0 --plain --output FOLDER
 """
 
 import argparse
@@ -24,6 +24,12 @@ from evidence import FOLDER, SOURCE, TARGET, spread
 from hf_kvtransfer import KVMapper, distill_mapper, fit_mapper
 from hf_kvtransfer.demo_models import DEMO_MODELS, load_demo_model
 from hf_kvtransfer.layer_table import explained_variance
+
+
+# What keys and values of Gemma's layers with full attention are worth in the choice of what is read. A translation's
+# loss is mostly that of these keys, as benchmarks/what_limits.py measures it.
+IMPORTANCE = {5: (4.0, 1.0), 11: (8.0, 1.0), 17: (4.0, 1.0)}
+SCREENING_TOKENS = 32768
 
 
 def read(path):
@@ -46,8 +52,11 @@ def main():
     parser.add_argument("--rank", type=int, help="of kind low_rank")
     parser.add_argument("--storage-bits", type=int, default=8)
     parser.add_argument("--native-layers", type=int, default=0)
-    parser.add_argument("--fit-texts", type=int, default=150)
-    parser.add_argument("--distill-texts", type=int, default=240, help="other texts than those of the fit; 0 for none")
+    parser.add_argument("--fit-texts", type=int, default=400)
+    parser.add_argument("--distill-texts", type=int, default=208, help="other texts than those of the fit; 0 for none")
+    parser.add_argument(
+        "--plain", action="store_true", help="source layers alone, chosen as if all target layers were worth the same"
+    )
     parser.add_argument("--output", type=Path, default=FOLDER)
     arguments = parser.parse_args()
 
@@ -58,6 +67,9 @@ def main():
     source, source_tokenizer = load_demo_model(arguments.source)
     target, target_tokenizer = load_demo_model(arguments.target)
     tokenizers = {"source_tokenizer": source_tokenizer, "target_tokenizer": target_tokenizer}
+    choice = {"previous_tokens": 0} if arguments.plain else {"screening_tokens": SCREENING_TOKENS}
+    if arguments.target == TARGET and not arguments.plain:
+        choice["importance"] = IMPORTANCE
     work = arguments.output / "work"
     fitted = work / "fitted"
     if not fitted.exists():
@@ -71,6 +83,7 @@ def main():
             rank=arguments.rank,
             native_layers=arguments.native_layers,
             budget=arguments.budget,
+            **choice,
             storage_bits=arguments.storage_bits,
             max_tokens=None,
             checkpoint=work,
