@@ -92,6 +92,23 @@ def test_repairs_damaged_values(family, kind):
         assert torch.equal(keys[0], keys[1])
 
 
+@pytest.mark.parametrize("kind", ["linear", "head_matched"])
+def test_what_values_take_from_tokens_before_is_repaired(kind):
+    model = tiny_model("llama")
+    target, texts = plant(model), list(random_ids(model, 80, 64, seed=1))
+    options = {"kind": kind, "previous_tokens": 1, "num_source_layers": 1, "dtype": torch.float32}
+    damaged = fit_mapper(model, target, texts, **options)
+    generator = torch.Generator().manual_seed(0)
+    for i in damaged.config.mapped_layers:
+        for weight, _ in value_rows(damaged.layers[i], damaged.target_geometry.layers[i]):
+            weight[:, -64:] += 0.3 * torch.randn(len(weight), 64, generator=generator)
+    found = calibrate_readout(damaged, model, target, texts, **OPTIONS)
+    for report in found.config.fit["readout"]["layers"][1:]:
+        before, after = report["held_out_error"]
+        assert before > 0.05 and after < 0.1 * before
+    assert found.config.layers == damaged.config.layers
+
+
 def test_later_layers_see_the_earlier_ones_corrected():
     model = tiny_model("llama")
     damaged = damage_values(identity_mapper(model))

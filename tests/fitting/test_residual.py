@@ -36,6 +36,17 @@ def test_an_mlp_that_adds_nothing_is_dropped(pair, fitted):
     assert all(left[0] == left[1] for left in mapper.config.fit["residual_mlp"]["layers"][1:])
 
 
+def test_maps_that_read_tokens_before(pair, tmp_path):
+    options = {"kind": "residual_mlp", "hidden_size": 8, "num_source_layers": 1, "dtype": torch.float32}
+    mapper = train_residuals(fit_mapper(*pair, previous_tokens=1, **options), *pair, **OPTIONS)
+    assert {spec["kind"]: spec.get("previous_tokens") for spec in mapper.config.layers} == {
+        "native": None,
+        "linear": 1,
+    }
+    mapper.save_pretrained(tmp_path)
+    assert KVMapper.from_pretrained(tmp_path).digest() == mapper.digest()
+
+
 def test_an_mlp_learns_what_no_linear_map_can(pair, fitted, monkeypatch, tmp_path):
     read = PairedStates.read
 
