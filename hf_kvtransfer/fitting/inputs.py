@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from .states import TOKENS
+from .states import token_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,3 @@ class Inputs:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def token_blocks(previous_tokens: int) -> list[Hashable]:
-    """Names of the blocks of token features: of each token, of the one before it, and so on."""
-    return [TOKENS, *((TOKENS, distance) for distance in range(1, previous_tokens + 1))]

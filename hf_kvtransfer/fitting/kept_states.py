@@ -13,8 +13,7 @@ from transformers.utils import logging
 from ..compat import input_device
 from ..identity import ModelIdentity
 from ..whole_files import whole_file
-from .inputs import token_blocks
-from .states import PairedStates
+from .states import PairedStates, token_blocks
 from .text import content_of
 
 

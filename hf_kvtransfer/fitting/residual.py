@@ -16,8 +16,7 @@ from ..mapper import KVMapper
 from ..maps.linear import LinearMap
 from ..maps.residual_mlp import ResidualMLPMap
 from .arguments import check_numbers
-from .inputs import token_blocks
-from .states import TOKENS, PairedStates
+from .states import TOKENS, PairedStates, token_blocks
 from .text import calibration_texts
 
 

@@ -13,8 +13,9 @@ from ..maps.identity import IdentityMap
 from ..maps.residual_mlp import ResidualMLPMap
 from .columns import key_value_columns
 from .continuations import Continuations, ReadText
-from .inputs import Inputs, token_blocks
+from .inputs import Inputs
 from .moments import Moments
+from .states import token_blocks
 
 
 # Of the largest scale of a block: what hardly varies is not blown up.

@@ -8,10 +8,11 @@ import torch
 from ..geometry import KVGeometry, LayerGeometry
 from .columns import key_value_columns
 from .forward_selection import Correlations, ForwardSelection
-from .inputs import Inputs, token_blocks
+from .inputs import Inputs
 from .moments import Moments
 from .processes import Processes
 from .ridge import Gaussian
+from .states import token_blocks
 
 
 # A head's projection is not narrower than this, however many heads share the width of a layer.

@@ -119,12 +119,11 @@ def choose_inputs(
     _read_to_choose(reading, texts, screening)
     correlations = screening.correlations()
     if budget is None:
-        count = num_source_layers
         paths = (
             screening.steps(correlations, i, _count_layers, previous_tokens, importance.get(i)) for i in target_layers
         )
-        steps = ([*itertools.islice(path, count)][-1] for path in paths)
-        return {i: step.inputs for i, step in zip(target_layers, steps, strict=True)}
+        last = (list(itertools.islice(path, num_source_layers))[-1] for path in paths)
+        return {i: step.inputs for i, step in zip(target_layers, last, strict=True)}
     return budget.spend(
         lambda i: screening.steps(
             correlations, i, lambda inputs: budget.cost(plan, i, inputs), importance=importance.get(i)

@@ -1,6 +1,6 @@
 """Calibration text read by both models: rows of features and of what they should become."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,6 +20,11 @@ from .round_trip import round_trips
 SORTING_WINDOW = 16
 
 TOKENS = "tokens"
+
+
+def token_blocks(previous_tokens: int) -> list[Hashable]:
+    """Names of the blocks of token features: of each token, of the one before it, and so on."""
+    return [TOKENS, *((TOKENS, distance) for distance in range(1, previous_tokens + 1))]
 
 
 class PairedStates:
@@ -180,8 +185,8 @@ class PairedStates:
                             f"with {batch[0][:60]!r}. Load both models in float32 or bfloat16."
                         )
                     blocks[side, layer_idx] = states
-        for distance in range(1 + self.previous_tokens) if self.token_features else ():
-            name = (TOKENS, distance) if distance else TOKENS
+        names = token_blocks(self.previous_tokens) if self.token_features else []
+        for distance, name in enumerate(names):
             column = first_column.maximum(target_column - distance)
             if self._attention_input is not None:
                 hidden_states = self._attention_input.hidden_states
